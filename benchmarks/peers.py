@@ -123,10 +123,10 @@ def flash_pytorch(config: ModelConfig) -> "Peer":
 
 
 def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
-    """A model of transformers with the width and vocabulary of `config`, initial values of its own
-    and a tied head. fields: of its configuration; `forgets` among them is the share of its state
-    that a layer forgets with each token at first, in place of what it draws. Raises UsageError
-    where the numbers of parameters are 3 % apart."""
+    """A model of transformers with the width, vocabulary and head of `config`, and initial values
+    of its own. fields: of its configuration; `forgets` among them is the share of its state that a
+    layer forgets with each token at first, in place of what it draws. Raises UsageError where the
+    numbers of parameters are 3 % apart."""
     from transformers import AutoConfig, AutoModel
 
     no_tokens = dict.fromkeys(f"{which}_token_id" for which in ("pad", "bos", "eos", "cls", "sep"))
@@ -139,7 +139,10 @@ def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
             nn.init.constant_(layer.dt_bias, math.log(math.expm1(fields["forgets"])))
     head = nn.Linear(config.d_model, config.vocab_size)
     nn.init.zeros_(head.bias)
-    head.weight = body.get_input_embeddings().weight
+    if config.tied_head:
+        head.weight = body.get_input_embeddings().weight
+    else:
+        nn.init.normal_(head.weight, std=config.init_std)
     peer, wanted = Peer(config, body, head), number_of_parameters(config)
     size = sum(parameter.numel() for parameter in peer.parameters())
     require(abs(size / wanted - 1) < 0.03, "a peer of another size", f"{name} has {size:,} parameters, not {wanted:,}",
