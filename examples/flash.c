@@ -26,7 +26,7 @@ static float *x_D, *logits_V, *work;
 static struct { uint64_t model, check, random; I length, start, next; } *state;
 
 static void *room_for(double n, double size) {
-  void *made = n * size < 1e15 ? calloc(n * size + 1, 1) : 0;
+  void *made = n * size < PTRDIFF_MAX ? calloc(n * size + 1, 1) : 0;
   if (!made) FAIL("no memory for %g bytes", n * size);
   return made;
 }
@@ -221,7 +221,7 @@ int main(int argc, char **argv) {
     if (argv[i][0] == '-' && strchr("ntdsio", argv[i][1]) && i + 1 < argc) word[argv[i][1] & 127] = argv[i + 1];
     else argc = 0;
   if (argc < 3) FAIL("flash FOLDER TEXT [-n TOKENS] [-t TEMPERATURE] [-s SEED] [-d DOCUMENTS] [-i STATE] [-o STATE]");
-  load_model(argv[1]), load_tokenizer(argv[1]);
+  if (!state) load_model(argv[1]), load_tokenizer(argv[1]);  /* browser/ calls this again and again */
   I *ids = room_for(strlen(argv[2]) + 1, sizeof(I)), n = encode(argv[2], ids), one = 1, size;
   if (word['i']) {
     const char *file = read_file("", word['i'], &size);
@@ -241,7 +241,7 @@ int main(int argc, char **argv) {
     if (state->next == end_of_document && --documents < 1) break;
     if (token_V[state->next].n) fwrite(token_V[state->next].bytes, 1, token_V[state->next].n, stdout), fflush(stdout);
   }
-  putchar('\n');
+  putchar('\n'), fflush(stdout);
   if (word['o']) {
     FILE *file = fopen(word['o'], "wb");
     state->check = checksum();

@@ -4,7 +4,6 @@
 #include <string.h>
 
 typedef int64_t I;
-typedef char pointers_have_64_bits[sizeof(void *) == 8 ? 1 : -1]; /* Python passes them so */
 
 static inline float wide_bf16(uint16_t bits) {
   uint32_t all = (uint32_t)bits << 16;

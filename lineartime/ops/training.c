@@ -5,6 +5,8 @@
 #include "numbers.h"
 #include <math.h>
 
+typedef char pointers_have_64_bits[sizeof(void *) == 8 ? 1 : -1]; /* Python passes them so, to decode.c too */
+
 /* x is [rows, n, ...]: the numbers of a token lie side by side, at AT(x). */
 #define EACH(x) *x, I x##_row, I x##_token
 #define AT(x) ((x) + at / n * x##_row + at % n * x##_token)
