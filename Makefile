@@ -120,8 +120,8 @@ ecosystem:
 	out/ecosystem/clearvoice/bin/pip install --disable-pip-version-check --no-input -q --no-deps \
 		-c tests/ecosystem/constraints.txt clearvoice
 	out/ecosystem/clearvoice/bin/python -m pytest --noconftest -m ecosystem -W ignore tests/ecosystem/test_mossformer.py
-	@for needed in chromium clang wasm-ld; do command -v $$needed > /dev/null || { echo "error: no $$needed here:" \
-		"apt-get install chromium clang lld wasi-libc libclang-rt-14-dev-wasm32" >&2; exit 1; }; done
+	@ls /usr/bin/chromium /usr/bin/clang /usr/bin/wasm-ld /usr/include/wasm32-wasi /usr/lib/llvm-*/lib/clang/*/lib/wasi \
+		> /dev/null 2>&1 || { echo "error: apt-get install chromium clang lld wasi-libc libclang-rt-14-dev-wasm32" >&2; exit 1; }
 	$(PYTHON) -m venv --clear out/ecosystem/browser  # examples/browser, in the system's Chromium
 	out/ecosystem/browser/bin/pip install --disable-pip-version-check --no-input -q -c tests/ecosystem/constraints.txt \
 		torch==2.13.0 playwright pytest .
