@@ -106,10 +106,13 @@ lowest:
 
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
 ecosystem:
+	$(if $(filter onnx,$(or $(LIBRARIES),onnx)),npm install --prefix out/ecosystem/node --ignore-scripts --no-audit \
+		--no-fund --loglevel error @huggingface/transformers@4.3.2)  # with onnxruntime for node and for browsers
 	for library in $(or $(LIBRARIES),accelerate datasets peft torchao trl lm_eval onnx flash_pytorch); do \
 		$(PYTHON) -m venv --clear out/ecosystem/$$library && \
 		out/ecosystem/$$library/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
-			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest hypothesis '.[onnx]' && \
+			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest hypothesis onnxscript \
+			onnxruntime-genai '.[onnx]' && \
 		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
 	$(PYTHON) -m venv --clear out/ecosystem/stores  # whose libraries want older versions than constraints.txt has
 	out/ecosystem/stores/bin/pip install --disable-pip-version-check --no-input -q torch==2.13.0 s3fs 'moto[server]' pytest .

@@ -335,12 +335,25 @@ def export(
     data: Annotated[str | None, "Prepared text for the card's scores, or its address; by default the folder that the "
                     "run was trained on."] = None,
     about: Annotated[str | None, "Markdown file with which the model card begins, or its address."] = None,
+    to: Annotated[Literal["transformers", "onnx"], "What opens the folder: transformers and this package; or without "
+                  "PyTorch onnxruntime-genai, transformers.js and onnxruntime-web."] = "transformers",
+    int8: Annotated[bool, "With onnx: the matrices in 8 bits. With --data the README compares the losses."] = False,
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing.
     It holds weights in bfloat16 and a model card with held-out scores."""
     results_are_files()
+    require(not int8 if to == "transformers" else about is None and device is None, "options that do not go together",
+            f"--to {to}", "--int8 is for onnx, --about and --device are for transformers")
     folder = named_folder(run)
+    if to == "onnx":
+        with raised_as(UsageError, "a package is missing", "onnx", ImportError, todo="pip install onnx onnxruntime"):
+            from lineartime.use.onnx_folder import export_onnx
+
+        n_bytes, loss = export_onnx(folder, out, data=data, int8=int8)
+        say(f"{loss}\ngraph    {joined(out, 'model.onnx')} ({n_bytes / 1e6:.1f} MB)\n".lstrip()
+            + f"how to   {joined(out, 'README.md')}")
+        return
     from lineartime.data.read_text import read_small
     from lineartime.training.runtime import pick_device
     from lineartime.use.export import export

@@ -62,7 +62,7 @@ def warm_up() -> None:
     import lineartime
 
     for module in pkgutil.walk_packages(lineartime.__path__, "lineartime."):
-        if "__main__" not in module.name and not module.name.startswith("lineartime.ops."):
+        if not re.search(r"__main__|lineartime\.ops\.|onnx", module.name):
             importlib.import_module(module.name)
     transformers.logging.set_verbosity_error()  # its warnings are many lines
     settle()

@@ -239,14 +239,6 @@ def test_lm_eval_rolls_the_likelihood_of_a_text():
     assert found[0] == pytest.approx(expected, rel=1e-5) and found[1] < expected - 5
 
 
-def test_onnx_decodes_the_same_text(tmp_path):
-    """The example, as its first lines say."""
-    done = subprocess.run([sys.executable, Path(__file__).parents[2] / "examples" / "onnx_decode.py"], cwd=tmp_path,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("the same 600 tokens\n")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_onnx_by_transformers_decodes_from_a_cache():
     """The program of any number of tokens, in pieces, gives the logits of the whole row."""
