@@ -46,7 +46,7 @@ class Cache:
         F]`, the oldest first. Then it holds the last K of these: the token at position p is at
         place p modulo K, so that a step that is repeated writes the same."""
         last_BKF = getattr(self, name)
-        order_BKF, place_BKF = inputs.of_last(*last_BKF.shape[1:])
+        order_BKF, place_BKF = inputs.of_last(*map(int, last_BKF.shape[1:]))  # plain numbers in a graph too
         row_BLF = torch.cat([last_BKF.gather(1, order_BKF), new_BNF], dim=1)
         kept_BKF = row_BLF.gather(1, place_BKF)
         # In place, for a captured step, unless a gradient needs what is there.
