@@ -2,8 +2,6 @@
 attention (Section 3.2, Code 8), which FLASH stacks. Ablations and options: `gau_options.py`."""
 
 import itertools
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,9 +19,6 @@ from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
 
 if HAS_TRITON:
     from lineartime.ops import decode_step
-
-Convolve = Callable[[Tensor], Tensor] | None
-"""With `key_conv`: z_BTS to what the keys are made from, `[B, T, S]`."""
 
 
 class GatedAttentionUnit(ResidualLayer):
@@ -63,18 +58,17 @@ class GatedAttentionUnit(ResidualLayer):
         config, uvz_BTF, ids_BT = self.config, self.in_proj(normed_BTD), info.segment_ids_BT
         if cache is not None and info.inputs is not None:
             return self.project_out(self.attend_next(uvz_BTF, info, info.inputs, cache))
-        convolve = None if self.key_conv is None else partial(self.key_conv, segment_ids_BT=ids_BT, ranks=info.ranks)
         if ids_BT is not None and config.n_heads > 1:  # attention heads are entries of the batch
             ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
         if not config.attends_as_flash:
-            return self.project_out(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))
+            return self.project_out(self.attend_otherwise(uvz_BTF, info, ids_BT))
         # One op does all between the two matmuls, with less traffic to memory.
         if config.chunk_size is None:
             out_BTE = ops.gated_quadratic_attention(
                 uvz_BTF, self.heads_from_z(info), self.bias_of(uvz_BTF.shape[1]), scale_len=config.scale_len,
                 causal=config.causal, segment_ids_BT=ids_BT, impl=self.impl)
         else:
-            uvz_BTF, heads, gate_BT = self.op_inputs(uvz_BTF, info, convolve)
+            uvz_BTF, heads, gate_BT = self.op_inputs(uvz_BTF, info)
             out_BTE = ops.gated_chunk_attention(
                 uvz_BTF, heads, self.bias_of(config.bias_len), chunk_size=config.chunk_size, causal=config.causal,
                 segment_ids_BT=ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
@@ -89,31 +83,32 @@ class GatedAttentionUnit(ResidualLayer):
         """How FLASH's heads are made from z."""
         return HeadsFromZ(self.scale_offset.gamma, self.scale_offset.beta, *info.angles[self.config.qk_width])
 
-    def op_inputs(self, uvz_BTF: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[Tensor, Heads, Tensor | None]:
+    def op_inputs(self, uvz_BTF: Tensor, info: SequenceInfo,
+                  cache: Cache | None = None) -> tuple[Tensor, Heads, Tensor | None]:
         """What an op takes: u, v, z and how FLASH's heads are made from z. Or u, v, heads that
         options make, and gate_BT; B then counts rows times attention heads."""
         if self.config.makes_plain_heads:
             return uvz_BTF, self.heads_from_z(info), None
         uv_BTF, z_BTS = gau_options.split_folded(self.config, uvz_BTF)
-        heads, gate_BT = self.make_heads(z_BTS, info, convolve)
+        heads, gate_BT = self.make_heads(z_BTS, info, cache)
         return uv_BTF, heads, gate_BT
 
-    def make_heads(self, z_BTS: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[list[Tensor], Tensor | None]:
+    def make_heads(self, z_BTS: Tensor, info: SequenceInfo,
+                   cache: Cache | None = None) -> tuple[list[Tensor], Tensor | None]:
         """The heads, and with chunk_pooling "written" gate_BT; z is after its activation."""
         if self.config.makes_plain_heads:
             return [*make_heads(z_BTS, *self.heads_from_z(info))], None
-        conv_BTS = z_BTS if convolve is None else convolve(z_BTS)
+        conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, info, cache)
         return gau_options.heads_of_z(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate,
                                       info.turns[self.config.qk_width])
 
-    def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
-                         convolve: Convolve) -> Tensor:
+    def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None) -> Tensor:
         """What W_o takes where a layer attends neither as FLASH nor as FLASH-Quad."""
         # For impl "triton" this raises, on CUDA it notes the reason.
         use_kernels(self.impl, uvz_BTF.device, lambda: "kernels do not run the paper's ablations; without chunks they "
                                                        "need one head and no key_conv")
         u_BTE, v_BTE, z_BTS = gau_options.split_activated(self.config, uvz_BTF)
-        heads, gate_BT = self.make_heads(z_BTS, info, convolve)
+        heads, gate_BT = self.make_heads(z_BTS, info)
         a_BGG = None
         if self.config.chunk_pooling == "attention":
             a_BGG = gau_options.chunk_weights(self.config, z_BTS, segment_ids_BT, self.chunk_scale_offset,
@@ -155,13 +150,13 @@ class GatedAttentionUnit(ResidualLayer):
         cut = inputs.cut(n_first)
         angles = zip(*(cut.split(angle) for angle in info.angles[self.config.qk_width]), strict=True)
         parts = zip(cut.split(uvz_BNF), angles, cut.inputs, strict=True)
-        return cut.join(*(self.attend_next(uvz, SequenceInfo({self.config.qk_width: both}, now.position_BN), now, cache)
-                          for uvz, both, now in parts))
+        return cut.join(*(self.attend_next(uvz, SequenceInfo({self.config.qk_width: both}, now.position_BN, inputs=now),
+                                           now, cache) for uvz, both, now in parts))
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend_next` of tokens at any place."""
         u_BNE, v_BNE, z_BNS = gau_options.split_activated(self.config, uvz_BNF)
-        heads, gate_BN = self.make_heads(z_BNS, info, self.convolve_next(inputs, cache))
+        heads, gate_BN = self.make_heads(z_BNS, info, cache)
         inputs = inputs.for_heads(self.config.n_heads)
         if isinstance(cache, KeyValueCache):
             q_BNS, k_BNS = heads
@@ -171,16 +166,12 @@ class GatedAttentionUnit(ResidualLayer):
             out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN)
         return gau_options.gated(self.config, u_BNE, out_BNE)
 
-    def convolve_next(self, inputs: DecodeInputs, cache: Cache) -> Convolve:
-        """The convolution of the next tokens' z, whose last ones are in the cache."""
-        return None if self.key_conv is None else partial(self.key_conv.extend, inputs=inputs, cache=cache)
-
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
         """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer gets
         values of 0, which change no state and which no earlier token sees."""
         c, h = cache.chunk_size, self.config.n_heads
-        uvz_BNF, heads, gate_BN = self.op_inputs(uvz_BNF, info, self.convolve_next(inputs, cache))
+        uvz_BNF, heads, gate_BN = self.op_inputs(uvz_BNF, info, cache)
         inputs = inputs.for_heads(h)
         # The op begins with the cache's state, and leaves there the one after its last chunk.
         state = CarriedState(*cache.past(inputs))
@@ -201,7 +192,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes k and v to the cache."""
-        uvz_B1F, heads, gate_B1 = self.op_inputs(uvz_B1F, info, self.convolve_next(inputs, cache))
+        uvz_B1F, heads, gate_B1 = self.op_inputs(uvz_B1F, info, cache)
         # Where in its chunk each row's token is, and what its state is divided by.
         at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
         bias_M = cache.kv_BSE.new_zeros(cache.chunk_size) if cache.bias_M is None else cache.bias_M

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache
-from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layers import ACTIVATIONS, RelPosBias, ScaleOffset, fold_heads, unfold_heads
+from lineartime.model.layers import ACTIVATIONS, RelPosBias, ScaleOffset, SequenceInfo, fold_heads, unfold_heads
 from lineartime.ops import ablations, reference
 from lineartime.ops.context import with_neighbours
 from lineartime.ops.dtypes import as_dtype, at_least_float32
@@ -39,17 +37,20 @@ class KeyConv(nn.Module):
         nn.init.normal_(self.taps, std=0.3)  # keys differ by their neighbours at once
         self.taps[-1 - self.n_after] += 1
 
-    def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
+    def forward(self, z_BTS: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         """The convolution of rows, the sum over k of taps[k] z[t + k - (K - 1 - n_after)]: `[B, T,
-        S]` of z's dtype. segment_ids_BT, ranks: see `layers.SequenceInfo`."""
-        n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
+        S]` of z's dtype. cache: holds the last z of rows whose next tokens these are."""
+        n_taps, n_tokens, h, segment_ids_BT = len(self.taps), z_BTS.shape[1], self.n_heads, info.segment_ids_BT
+        if cache is not None and info.inputs is not None:
+            row_BLS = unfold_heads(cache.append_last("z_BKS", fold_heads(z_BTS, h), info.inputs.for_heads(h)), h)
+            return weigh_tokens(row_BLS, self.taps, n_tokens, info.inputs.sees_before(n_taps))
         around = (n_taps - 1 - self.n_after, self.n_after)
         if segment_ids_BT is None:
             return weigh_tokens(F.pad(z_BTS, [0, 0, *around]), self.taps, n_tokens, None)
-        if ranks.size == 1:
+        if info.ranks.size == 1:
             row_BLS, ids_BL = F.pad(z_BTS, [0, 0, *around]), F.pad(segment_ids_BT, around, value=-1)
         else:
-            row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
+            row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, info.ranks)
         visible_KBT1 = [(ids_BL[:, k : k + n_tokens] == segment_ids_BT)[..., None] for k in range(n_taps)]
         return weigh_tokens(row_BLS, self.taps, n_tokens, visible_KBT1)
 
@@ -57,12 +58,6 @@ class KeyConv(nn.Module):
         """Give an empty cache the places for the last tokens' z."""
         like = next(iter(cache.tensors().values()))
         cache.z_BKS = like.new_zeros(len(like), len(self.taps), self.taps.shape[1] // self.n_heads)
-
-    def extend(self, z_BNS: Tensor, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`forward` of the next N tokens; their rows' last z are in `cache`: `[B, N, S]`."""
-        h = self.n_heads
-        row_BLS = unfold_heads(cache.append_last("z_BKS", fold_heads(z_BNS, h), inputs.for_heads(h)), h)
-        return weigh_tokens(row_BLS, self.taps, z_BNS.shape[1], inputs.sees_before(len(self.taps)))
 
 
 def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, n_tokens: int, visible_KBT1: Sequence[Tensor] | None) -> Tensor:

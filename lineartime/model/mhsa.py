@@ -21,8 +21,8 @@ from lineartime.ops.dtypes import float16_as_float32
 Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
 """Attention between the projections of a layer. `attend` of whole rows takes q, k and v `[B, T, H,
 K]`, before RoPE, and the normed input of the projection, x_BTD, which Combiner alone reads; it
-returns the heads concatenated, `[B, T, D]`. `extend` is `attend` for the next tokens of rows whose
-past is in `cache`, which is updated; for causal models."""
+returns the heads concatenated, `[B, T, D]`. With a cache these are the next tokens of rows whose
+past is there, and it is updated; for causal models."""
 
 
 class MultiHeadAttention(ResidualLayer):
@@ -83,14 +83,8 @@ class MultiHeadAttention(ResidualLayer):
         shape = (len(self.in_sizes), self.config.n_heads, -1)
         q_BTHK, k_BTHK, v_BTHK, *gate = self.in_proj(normed_BTD).unflatten(-1, shape).unbind(2)
         if self.key_conv is not None and self.config.attn_type == "quadratic":
-            k_BTD = k_BTHK.flatten(2)
-            k_BTHK = (self.key_conv(k_BTD, info.segment_ids_BT) if cache is None or info.inputs is None
-                      else self.key_conv.extend(k_BTD, info.inputs, cache)).view_as(k_BTHK)
-        qkvx = (q_BTHK, k_BTHK, v_BTHK, normed_BTD)
-        if cache is None or info.inputs is None:
-            out_BTD = self.core.attend(*qkvx, info)
-        else:
-            out_BTD = self.core.extend(*qkvx, info, info.inputs, cache)
+            k_BTHK = self.key_conv(k_BTHK.flatten(2), info, cache).view_as(k_BTHK)
+        out_BTD = self.core.attend(q_BTHK, k_BTHK, v_BTHK, normed_BTD, info, cache)
         if gate:
             out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * float16_as_float32(out_BTD)
         return self.project_out(out_BTD)

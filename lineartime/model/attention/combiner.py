@@ -97,8 +97,11 @@ class Combiner:
     summary_key: nn.Module
     summary_norm: nn.Module
 
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
+               cache: Cache | None = None) -> Tensor:
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config)
+        if isinstance(cache, RowCache) and info.inputs is not None:
+            return self.extend(q_BTHK, k_BTHK, v_BTHK, x_BTD, info, info.inputs, cache)
         # Each document by itself, for its rows of C tokens begin at its first token.
         angles = tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary(self.config) or ())
         parts = [self.attend_document(x, q, k, v, sin_cos)[0]
@@ -130,11 +133,9 @@ class Combiner:
                         zeros(chunks), zeros(chunks))
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
-               inputs: DecodeInputs, cache: Cache) -> Tensor:
-        assert isinstance(cache, RowCache)
+               inputs: DecodeInputs, cache: RowCache) -> Tensor:
         out, c, config = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1], self.config
-        rotated = info.rotary(config)
-        new = (x_BND, rotate_heads(q_BNHK, info, self.config), rotate_heads(k_BNHK, info, self.config), v_BNHK)
+        rotated, new = info.rotary(config), (x_BND, q_BNHK, k_BNHK, v_BNHK)
         buffers = (cache.x_BCD, cache.q_BCHK, cache.k_BCHK, cache.v_BCHK)
         for row in range(len(v_BNHK)):
             for start, stop, begins in inputs.documents(row):

@@ -89,8 +89,12 @@ class Performer:
 
     config: ModelConfig
 
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        heads = (rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config), v_BTHK)
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
+               cache: Cache | None = None) -> Tensor:
+        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config)
+        if isinstance(cache, PrefixState) and info.inputs is not None:
+            return self.extend(q_BTHK, k_BTHK, v_BTHK, info.inputs, cache)
+        heads = (q_BTHK, k_BTHK, v_BTHK)
         documents, exchange = by_document(heads, info), info.exchange
         pasts = [None] * len(documents) if exchange is None else self.pasts(*heads[1:], info, exchange)
         parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks",
@@ -125,12 +129,10 @@ class Performer:
         k = self.config.qk_width
         return PrefixState(at_least_float32(weight.new_zeros(n_rows, self.config.n_heads, k, k + 1)))
 
-    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
-               inputs: DecodeInputs, cache: Cache) -> Tensor:
-        assert isinstance(cache, PrefixState)
+    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, inputs: DecodeInputs,
+               cache: PrefixState) -> Tensor:
         # A step is one update, one read and one division.
-        fq, fk = (relu_features(rotate_heads(x, info, self.config)) for x in (q_BNHK, k_BNHK))
-        v1 = with_ones(v_BNHK)
+        fq, fk, v1 = relu_features(q_BNHK), relu_features(k_BNHK), with_ones(v_BNHK)
         if inputs.single_token:
             if cache.wants_gradient([fq, fk, v1]):
                 cache.kv_BHMK = cache.kv_BHMK.clone()

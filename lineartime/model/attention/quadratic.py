@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, KeyValueCache
 from lineartime.model.decoding.extend import extend_row
-from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.gau_options import ablated_attention
 from lineartime.model.layers import RelPosBias, SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
 
@@ -25,8 +24,19 @@ class Softmax:
     query_norm: nn.RMSNorm | None
     key_norm: nn.RMSNorm | None
 
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
+               cache: Cache | None = None) -> Tensor:
+        # Queries and keys after their norm, if there is one, in the gain's dtype, and RoPE.
+        q_BTHK, k_BTHK = (rotate_heads(x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype), info,
+                                       self.config) for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
+        if isinstance(cache, KeyValueCache) and info.inputs is not None:
+            # The new keys and values join those of the cache; a mask hides others.
+            h, visible_BNL = self.config.n_heads, info.inputs.visible()
+            q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h) for x in (q_BTHK, k_BTHK, v_BTHK))
+            k_BLK, v_BLK = cache.append(k_BNK, v_BNK, info.inputs.for_heads(h), [q_BNK])
+            q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
+            mask_B1NL = None if visible_BNL is None else visible_BNL[:, None]
+            return unfold_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1), h)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
         # Otherwise a call for each document. Compiled code makes one, with a mask.
@@ -39,24 +49,6 @@ class Softmax:
             q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in qkv)
             parts.append(F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, **how).transpose(1, 2))
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
-
-    def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norm, if there is one, and RoPE."""
-        q_BTHK, k_BTHK = (x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)  # in the gain's dtype
-                          for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
-        return rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config)
-
-    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
-               inputs: DecodeInputs, cache: Cache) -> Tensor:
-        assert isinstance(cache, KeyValueCache)
-        h = self.config.n_heads
-        q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h) for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
-        # The new keys and values join those of the cache; a mask hides others.
-        k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h), [q_BNK])
-        q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
-        visible_BNL = inputs.visible()
-        mask_B1NL = None if visible_BNL is None else visible_BNL[:, None]
-        return unfold_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1), h)
 
 
 def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:
@@ -80,20 +72,13 @@ class ReluSquared:
     config: ModelConfig
     rel_pos_bias: RelPosBias | None
 
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
+               cache: Cache | None = None) -> Tensor:
         h, ids_BT = self.config.n_heads, info.segment_ids_BT
-        *qk, v_BTK = self.fold(q_BTHK, k_BTHK, v_BTHK, info)
+        q_BTK, k_BTK, v_BTK = (fold_heads(x.flatten(2), h) for x in (
+            rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config), v_BTHK))
+        if isinstance(cache, KeyValueCache) and info.inputs is not None:
+            inputs = info.inputs.for_heads(h)
+            return unfold_heads(extend_row(q_BTK, k_BTK, v_BTK, inputs, cache, self.rel_pos_bias, self.config), h)
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
-        return unfold_heads(ablated_attention(self.config, qk, v_BTK, self.rel_pos_bias, ids_BT), h)
-
-    def fold(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, ...]:
-        """q and k after RoPE, and v: `[B H, T, K]` each."""
-        heads = (rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config), v_BTHK)
-        return tuple(fold_heads(x.flatten(2), self.config.n_heads) for x in heads)
-
-    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
-               inputs: DecodeInputs, cache: Cache) -> Tensor:
-        assert isinstance(cache, KeyValueCache)
-        q, k, v = self.fold(q_BNHK, k_BNHK, v_BNHK, info)
-        h = self.config.n_heads
-        return unfold_heads(extend_row(q, k, v, inputs.for_heads(h), cache, self.rel_pos_bias, self.config), h)
+        return unfold_heads(ablated_attention(self.config, (q_BTK, k_BTK), v_BTK, self.rel_pos_bias, ids_BT), h)
