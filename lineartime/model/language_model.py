@@ -22,7 +22,7 @@ from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, make_norm, norm_parameters, sequence_info
-from lineartime.model.layout import Layout, check_shape, lay_out, renamed
+from lineartime.model.layout import Layout, check_shape, lay_out
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.dtypes import float16_as_float32, wide_dtype
 from lineartime.ops.reference import add_norm
@@ -54,8 +54,7 @@ class LanguageModel(nn.Module):
         init_weights(self)
 
     def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, token_mask_BT: Tensor | None = None,
-                at_K: Tensor | None = None, targets: Tensor | None = None, ranks: Ranks = ALONE, *,
-                padding_mask_BT: Tensor | None = None) -> Tensor:
+                at_K: Tensor | None = None, targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
         ids_BT: integers below `vocab_size`. segment_ids_BT, token_mask_BT: see `lay_out`; by
@@ -63,10 +62,10 @@ class LanguageModel(nn.Module):
         flattened rows; only the logits_KV of these tokens are computed. targets: tokens `[B, T]`,
         or `[K]` with at_K, whose `losses` are returned instead. ranks: those that share the rows.
         Each gives whole rows; at_K, targets and the result are of its own part, `[B, T / W]`.
-        padding_mask_BT: `token_mask_BT` by its older name. Raises UsageError as a layer does, and
-        for documents with learned chunk weights, rows or a model that ranks cannot share."""
+        Raises UsageError as a layer does, and for documents with learned chunk weights, rows or a
+        model that ranks cannot share."""
         # The head is the largest matmul: it runs for the tokens that are asked for and no others.
-        x_BTD = self.hidden(ids_BT, segment_ids_BT, renamed(token_mask_BT, padding_mask_BT), ranks)
+        x_BTD = self.hidden(ids_BT, segment_ids_BT, token_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
 

@@ -244,19 +244,17 @@ class ResidualLayer(nn.Module):
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
     def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, token_mask: Tensor | None = None, *,
-                cu_seqlens: Tensor | Sequence[int] | None = None, cache: DecodingState | None = None,
-                padding_mask: Tensor | None = None) -> Any:
+                cu_seqlens: Tensor | Sequence[int] | None = None, cache: DecodingState | None = None) -> Any:
         """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype; with a cache (y, cache).
 
         segment_ids, token_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
         document sees another, and a token is computed as if its row had no padding, whose results
         are finite and mean nothing. cu_seqlens: in place of segment_ids for a batch of one row,
         where its documents begin, and its length: `[0, ..., T]`. cache: of `decoding_state`; x are
-        then the next tokens of its rows. It is changed, and returned. padding_mask: token_mask by
-        its older name. Raises UsageError for a wrong shape, dtype, segment id or mask, a row longer
-        than a position table, and a cache of other rows."""
+        then the next tokens of its rows. It is changed, and returned. Raises UsageError for a wrong
+        shape, dtype, segment id or mask, a row longer than a position table, and a cache of other
+        rows."""
         self.check_input(x_BTD)
-        token_mask = layout.renamed(token_mask, padding_mask)
         if cu_seqlens is not None:
             require(segment_ids is None and cache is None, "cu_seqlens goes without segment_ids and cache",
                     "cu_seqlens", "give segment_ids alone")

@@ -5,7 +5,6 @@ Padding goes to the end of its row, where it shifts neither positions nor chunks
 listings. With "own" positions count from each document's, which begins a chunk or lies in one."""
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,16 +90,6 @@ def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
     """Raise UsageError unless a tensor is None or has this shape."""
     if given is not None and given.shape != shape:
         raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
-
-
-def renamed(token_mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
-    """The mask of tokens, perhaps by the name that it had: PyTorch's `key_padding_mask` is its
-    opposite. Raises UsageError if both are given."""
-    if padding_mask is None:
-        return token_mask
-    require(token_mask is None, "one mask has two names", "token_mask, padding_mask", "give token_mask")
-    warnings.warn("padding_mask is called token_mask now: True is for a token", FutureWarning, stacklevel=3)
-    return padding_mask
 
 
 def checked_mask(mask_BT: Tensor, name: str = "token_mask") -> Tensor:

@@ -251,14 +251,6 @@ def test_a_mask_is_of_0_and_1(number: float) -> None:
             call()
 
 
-def test_the_older_name_of_the_mask_of_tokens() -> None:
-    model, ids_BT, valid_BT = random_model(CONFIGS["flash"]), random_ids(1, 2), torch.tensor([[False, True]])
-    with pytest.warns(FutureWarning, match="padding_mask is called token_mask now: True is for a token"):
-        assert torch.equal(model(ids_BT, padding_mask_BT=valid_BT), model(ids_BT, token_mask_BT=valid_BT))
-    with pytest.raises(UsageError, match="one mask has two names"):
-        model.layers[0](model.embed(ids_BT), token_mask=valid_BT, padding_mask=valid_BT)
-
-
 def test_learned_chunk_weights_are_for_one_document() -> None:
     with pytest.raises(UsageError, match="learned chunk weights are for rows of one document"):
         random_model(UNPACKED["flash learned weights"]).hidden(random_ids(1, 2), torch.tensor([[0, 1]]))

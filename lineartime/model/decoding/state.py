@@ -16,14 +16,11 @@ from lineartime.base.errors import CheckpointError, raised_as
 from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 from lineartime.base.tensor_bytes import tensors_sha256
-from lineartime.config import LATER, REMOVED, ModelConfig, to_dict
+from lineartime.config import ModelConfig, to_dict
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layout import in_order, padding_last
 
-REMOVED_BEFORE = {"linear_rope": ("linear_scale_init", "local_scale_init"),
-                  "layers": ("linear_divisor", "full_attention_interval"), "qk_norm": ("keys_start_as_queries",)}
-"""Removed fields, and the fields they preceded: the hash counts them, so that old files open."""
 Read = Callable[[Tensor, DecodeInputs], list[Tensor]]
 """What is computed of the next tokens' vectors: `[B, N, ...]` each."""
 
@@ -212,12 +209,7 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
 
 def model_sha256(model: Any) -> str:
     """The hash of the weights as they are, in their precision, and of the configuration."""
-    fields: dict[str, Any] = {}
-    for name, value in to_dict(model.config).items():
-        fields |= {gone: REMOVED[gone][0] for gone in REMOVED_BEFORE.get(name, ())}
-        if name not in LATER or getattr(model.config, name) != getattr(ModelConfig, name):
-            fields[name] = value
-    return tensors_sha256(model.state_dict(), json.dumps(fields))
+    return tensors_sha256(model.state_dict(), json.dumps(to_dict(model.config)))
 
 
 def content_sha256(tensors: Mapping[str, Tensor], text: str) -> str:
