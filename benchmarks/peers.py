@@ -15,6 +15,7 @@ from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require, require_name
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.model.attention.quadratic import Softmax
+from lineartime.model.decoding.cache import Cache
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.model.layers import SequenceInfo
 from lineartime.model.mhsa import MultiHeadAttention
@@ -210,7 +211,8 @@ def state_size(model: "LanguageModel | Peer") -> int | None:
 class Unfused(Softmax):
     """The softmax core with every T x T matrix in memory; for rows of one document."""
 
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
+               cache: Cache | None = None) -> Tensor:
         assert info.cu_seqlens is None
         q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / q_BTHK.shape[-1] ** 0.5, k_BTHK))

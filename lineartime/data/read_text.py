@@ -68,7 +68,7 @@ def kind_of(name: Name) -> str:
 
 
 def is_token_file(name: Name) -> bool:
-    """Whether a name is that of a file of tokens, which `token_files` reads."""
+    """Whether a name is that of a file of tokens, which `units` reads."""
     return str(name).endswith((".ds", ".bin"))
 
 

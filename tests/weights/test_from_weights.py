@@ -27,8 +27,7 @@ from lineartime.training.language import TrainResult
 from lineartime.training.optimizers import learning_rate_at
 from lineartime.training.run_config import config_for_data, nearest_preset, run_config
 from lineartime.training.runtime import StopSignal
-from lineartime.weights.load import load_model
-from lineartime.weights.transfer import check_shapes
+from lineartime.weights.load import check_shapes, load_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left
 
 LEFT_OUT = ("n_layers", "d_model", "query_key_dim", "chunk_size", "warmup_steps")

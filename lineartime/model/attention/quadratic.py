@@ -26,9 +26,7 @@ class Softmax:
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
                cache: Cache | None = None) -> Tensor:
-        # Queries and keys after their norm, if there is one, in the gain's dtype, and RoPE.
-        q_BTHK, k_BTHK = (rotate_heads(x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype), info,
-                                       self.config) for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
+        q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         if isinstance(cache, KeyValueCache) and info.inputs is not None:
             # The new keys and values join those of the cache; a mask hides others.
             h, visible_BNL = self.config.n_heads, info.inputs.visible()
@@ -49,6 +47,11 @@ class Softmax:
             q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in qkv)
             parts.append(F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, **how).transpose(1, 2))
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
+
+    def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, ...]:
+        """Queries and keys after their norm, if there is one, in the gain's dtype, and RoPE."""
+        return tuple(rotate_heads(x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype), info, self.config)
+                     for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
 
 
 def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:

@@ -24,12 +24,12 @@ from lineartime.base.files import json_sha256, write_json
 from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import hash_of
-from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.base.words import Progress
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import LanguageModel, SpanModel
+from lineartime.ops.dtypes import tensors_sha256
 from lineartime.tasks.pooling import padded_rows
 from lineartime.tasks.qa import spans
 from lineartime.tasks.qa.finetune_config import FineTuning
@@ -39,8 +39,7 @@ from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
 from lineartime.training.runtime import StopSignal, pick_device
 from lineartime.weights import checkpoint
-from lineartime.weights.load import load_model
-from lineartime.weights.transfer import copy_weights
+from lineartime.weights.load import copy_weights, load_model
 from lineartime.weights.transformers_files import tokenizer_files
 
 QUESTIONS_CONTEXT, ROWS_PER_STEP, WARMUP_SHARE, N_SCORINGS = 4096, 32, 0.1, 5
