@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 from lineartime.base.errors import CheckpointError
 from lineartime.base.settings import Rule, check_fields, check_rules, replace_fields, require, require_name
 
-TOEPLITZ_BELOW = 512
-"""The position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
+TOEPLITZ_BELOW = 512  # the position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)
 
 
 @dataclass(frozen=True)
@@ -321,12 +320,10 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must be above 1": (lambda value: value > 1, ("rope_base",))}
 """What numbers must be, in words and as a test, and the fields that must be so; None passes."""
 
-LAYERS = ("gau", "gau_quadratic", "attention", "ffn")
-"""Names of layers. Any other has the form MODULE:CLASS."""
+LAYERS = ("gau", "gau_quadratic", "attention", "ffn")  # Names of layers. Any other has the form MODULE:CLASS.
 SHARED = ("d_model", "abs_pos", "norm", "norm_eps", "rel_pos", "rope_base", "rotary_dim", "context", "attn_scale_len",
           "causal", "end_of_document", "document_grid", "vocab_size", "init_std", "dropout", "token_shift", "bias",
-          "residual")
-"""Fields that layers of every kind have from the model."""
+          "residual")  # fields that layers of every kind have from the model
 OF_GAU = ("n_heads", "attn_kernel", "activation", "expansion_factor", "gate", "cls_softmax", "key_conv",
           "position_bias", "query_key_dim")
 """Fields that a GAU over whole rows has from a model of GAUs in chunks; the last two from any."""

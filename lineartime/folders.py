@@ -18,8 +18,7 @@ RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
 """What a run is, the numbers of its steps, and its scores at the end."""
 CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
-OPTIMIZER = "optimizer"
-"""Name of the moments: one process has `optimizer.safetensors`, several have a file each."""
+OPTIMIZER = "optimizer"  # name of the moments: one process has `optimizer.safetensors`, several have a file each
 QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
 MODELS = Path(__file__).parent / "models"
 

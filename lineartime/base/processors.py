@@ -5,8 +5,7 @@ import os
 import struct
 
 SPINS = "1000"  # how often a thread of PyTorch looks for the others before it sleeps; libgomp has 300,000
-SLICE_NS = 100_000
-"""Nanoseconds for which a thread asks to run; Linux gives 1 to 3 ms. It runs sooner, not longer."""
+SLICE_NS = 100_000  # Nanoseconds for which a thread asks to run; Linux gives 1 to 3 ms. It runs sooner, not longer.
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of a call for which glibc before 2.41 has no function
 
 

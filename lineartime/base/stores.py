@@ -20,8 +20,7 @@ from typing import Any
 from lineartime.base.errors import DataError, LineartimeError, ResourceError, UsageError
 from lineartime.base.files import open_regular, replaced
 
-Name = str | Path
-"""A path, or an address where one may be given: a `str`, for a `Path` would lose a slash of it."""
+Name = str | Path  # a path, or an address where one may be given: a `str`, for a `Path` would lose a slash of it
 
 
 def is_address(name: Name) -> bool:

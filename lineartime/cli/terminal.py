@@ -16,8 +16,7 @@ from lineartime.base.errors import LineartimeError, Stopped, escaped
 from lineartime.base.ranks import launched, speaks_first
 from lineartime.base.words import part_of
 
-OWN_MODULES: set[str] = set()
-"""Modules of the user's that the command has imported: what they raise is told as theirs."""
+OWN_MODULES: set[str] = set()  # modules of the user's that the command has imported: what they raise is told as theirs
 
 
 class Screen:

@@ -8,8 +8,7 @@ from lineartime.base.settings import require, require_name
 from lineartime.config import LARGEST, TASKS, check_bounds
 
 DEFAULT_VOCAB_SIZE = 32_000
-SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
-"""The book that ships with the package."""
+SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"  # the book that ships with the package
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,9 @@ class PrepareSettings:
                    ] = False
     jobs: Annotated[int | None, "Processes that tokenise; by default one for each core."] = None
     # What follows has no option on the command line.
-    train_characters: int = 1 << 28
-    """Most characters that the tokenizer is trained on, from pieces at equal distances."""
+    train_characters: int = 1 << 28  # most characters that the tokenizer is trained on, from pieces at equal distances
     shard_tokens: int = 1 << 27
-    unit_bytes: int = 1 << 21
-    """How much text a process takes at once, about. The result does not depend on it."""
+    unit_bytes: int = 1 << 21  # How much text a process takes at once, about. The result does not depend on it.
 
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",

@@ -10,8 +10,7 @@ from torch import Tensor
 from lineartime.ops.dispatch import is_transformed, must_be_followed, reference_gradients
 from lineartime.ops.dtypes import at_least_float32, autocast_off, matmul_dtype
 
-BLOCK_LOGITS = 2**18
-"""Logits whose softmax is made at once on a processor: as many as stay in its cache."""
+BLOCK_LOGITS = 2**18  # logits whose softmax is made at once on a processor: as many as stay in its cache
 
 
 @torch.compiler.disable

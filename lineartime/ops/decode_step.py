@@ -14,11 +14,9 @@ from lineartime.ops.dtypes import wide_dtype
 from lineartime.ops.reference import Heads, HeadsFromZ
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_tile, make_head, silu
 
-SLOTS, STAGES = 32, 3
-"""Slots of the open chunk that are read at a time, and stages of the pipeline of these reads."""
+SLOTS, STAGES = 32, 3  # slots of the open chunk that are read at a time, and stages of the pipeline of these reads
 
-MANY_PROGRAMS = 256
-"""Number of programs that fill a GPU; with fewer, each program has fewer columns."""
+MANY_PROGRAMS = 256  # number of programs that fill a GPU; with fewer, each program has fewer columns
 
 
 @triton.jit

@@ -24,13 +24,11 @@ logger = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHUNK_SIZES = (128, 256, 512)
 QUERY_KEY_DIM = 128
-COLUMNS = 64
-"""The attention kernels need `d_inner` to be a multiple of this."""
+COLUMNS = 64  # the attention kernels need `d_inner` to be a multiple of this
 MAX_ROWS, MAX_TOKENS, MAX_COLUMNS = 2**16 - 1, 2**24 - 1, 2**22 - 1
 """The most rows of a batch, tokens of a row and columns of a projection in attention kernels. Rows
 are programs of a grid's second axis; a tile's offsets have 32 bits."""
-MUCH_SHARED_KIB = 227
-"""Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
+MUCH_SHARED_KIB = 227  # shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB
 
 TileClass = Literal["small", "hopper", "large"]
 

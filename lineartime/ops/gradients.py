@@ -14,11 +14,9 @@ from torch import Tensor
 from lineartime.ops import tiles
 from lineartime.ops.tiles import HALF, SIZE, dot, head_product, load_tile, silu, store_tile
 
-BASE_TILE = 16
-"""Tokens per program for heads or dz. A multiprocessor holds one program of 32, three of 16."""
+BASE_TILE = 16  # Tokens per program for heads or dz. A multiprocessor holds one program of 32, three of 16.
 
-SCORES_AT_ONCE = 2**28
-"""Scores whose gradients, or in FLASH-Quad weights, are in memory at a time."""
+SCORES_AT_ONCE = 2**28  # scores whose gradients, or in FLASH-Quad weights, are in memory at a time
 
 
 def score_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -161,8 +159,7 @@ class Part(NamedTuple):
     n_rows: int
     first_tile: int
     n_tiles: int
-    n_keys: int
-    """Keys of a row, in whole tiles."""
+    n_keys: int  # keys of a row, in whole tiles
 
 
 def score_parts(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:

@@ -353,10 +353,8 @@ class DocumentTables(NamedTuple):
     (`ends_BT`); int32. Padding is a document without tokens. A document that begins before the row,
     or ends after it, has an index outside of it. None: every row is one document."""
     ends_BT: Tensor | None
-    scales_RBG: Tensor
-    """Factor of the sum entering each chunk: 1 / its tokens ("sum": 1) or `each_BT`; 0 for none."""
-    each_BT: Tensor | None
-    """When not causal: 1 / number of tokens of each token's document, or 1 for "sum"."""
+    scales_RBG: Tensor  # factor of the sum entering each chunk: 1 / its tokens ("sum": 1) or `each_BT`; 0 for none
+    each_BT: Tensor | None  # when not causal: 1 / number of tokens of each token's document, or 1 for "sum"
 
 
 def make_document_tables(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
@@ -421,8 +419,7 @@ class Tiles(NamedTuple):
 
 
 SCAN_COLUMNS = 1024
-MANY_CHUNKS, FEW_PROGRAMS = 8, 264
-"""A row of more than MANY_CHUNKS has two levels if one has fewer than FEW_PROGRAMS."""
+MANY_CHUNKS, FEW_PROGRAMS = 8, 264  # a row of more than MANY_CHUNKS has two levels if one has fewer than FEW_PROGRAMS
 
 
 def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "queries", "keys"], kind: TileClass) -> Tiles:
@@ -507,18 +504,15 @@ class FlashInputs(NamedTuple):
     cos: Tensor | None
     heads: Tensor | None
     w: Tensor
-    past: Tensor | None
-    """The sums that enter the rows, past_RBSE, float32."""
-    ids: Tensor | None
-    """This and the next four: `DocumentTables`."""
+    past: Tensor | None  # the sums that enter the rows, past_RBSE, float32
+    ids: Tensor | None  # this and the next four: `DocumentTables`
     begins: Tensor | None
     ends: Tensor | None
     scales: Tensor
     each: Tensor | None
     chunk_size: int
     causal: bool
-    carries: bool
-    """Whether the sums that leave the rows are wanted."""
+    carries: bool  # whether the sums that leave the rows are wanted
     gated: bool
 
     @property

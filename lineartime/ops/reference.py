@@ -18,10 +18,8 @@ from torch import Tensor
 
 from lineartime.ops.dtypes import as_dtype, at_least_float32, autocast_off, float16_as_float32, matmul_dtype
 
-SCAN_BLOCK = 32
-"""Chunks whose states are summed by one matmul, see `sum_states`."""
-NORM_EPS = 1e-5
-"""What LayerNorm and ScaleNorm add to the variance or mean square (Code 5)."""
+SCAN_BLOCK = 32  # chunks whose states are summed by one matmul, see `sum_states`
+NORM_EPS = 1e-5  # what LayerNorm and ScaleNorm add to the variance or mean square (Code 5)
 
 
 def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0,

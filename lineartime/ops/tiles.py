@@ -8,8 +8,7 @@ dtype of the inputs; its sums are float32."""
 import triton
 import triton.language as tl
 
-HALF: tl.constexpr = tl.constexpr(64)
-"""Half of `query_key_dim`."""
+HALF: tl.constexpr = tl.constexpr(64)  # half of `query_key_dim`
 SIZE: tl.constexpr = tl.constexpr(128)
 """Width of a head in the kernels: `query_key_dim`; narrower heads are filled up with zeros."""
 

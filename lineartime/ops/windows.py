@@ -24,13 +24,11 @@ from lineartime.ops.dispatch import must_be_followed, reference_gradients
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Heads, HeadsFromZ
 
-WINDOW_TOKENS = 2048
-"""Tokens of a window: chunks of one row, or several whole rows; at least one chunk."""
+WINDOW_TOKENS = 2048  # tokens of a window: chunks of one row, or several whole rows; at least one chunk
 SCORE_BLOCK = 64
 """Queries whose scores are one matmul, which leaves out the keys after the last of them; twice as
 many in bfloat16, whose fast matmuls should be few. If not causal, a chunk is one block."""
-SUM_BLOCK = 64
-"""Tokens whose gradients of gamma and beta are summed apart, whoever does it."""
+SUM_BLOCK = 64  # tokens whose gradients of gamma and beta are summed apart, whoever does it
 NO_TOKENS = torch.empty_strided((0, 0, 0), (0, 0, 0))  # at 0, which strides must not move
 Parts = Sequence[tuple[int, Tensor]]
 """What attention takes of heads: the number of a head, and each token's factor `[B, T]`."""
@@ -63,17 +61,13 @@ class DocumentWeights(NamedTuple):
     chunks."""
 
     causal: bool
-    ids_BGC: Tensor | None
-    """int32; None where a row is one document."""
-    weight_BGCD: Tensor
-    """Factors of queries: 0 for another document's state. `[B, G, 1, 1]` for one document."""
+    ids_BGC: Tensor | None  # int32; None where a row is one document
+    weight_BGCD: Tensor  # Factors of queries: 0 for another document's state. `[B, G, 1, 1]` for one document.
     kept_BGCD: Tensor | None = None
     """1 for tokens whose k v are in the state that leaves their chunk: its last document's,
     backwards its first's."""
-    goes_on_BG1D: Tensor | None = None
-    """1 where that document is the one of the state that enters the chunk."""
-    own_BGC: Tensor | None = None
-    """What a query is multiplied with when it reads its own chunk, which no state has."""
+    goes_on_BG1D: Tensor | None = None  # 1 where that document is the one of the state that enters the chunk
+    own_BGC: Tensor | None = None  # what a query is multiplied with when it reads its own chunk, which no state has
 
     def part(self, rows: slice, window: slice, c: int | None = None) -> "DocumentWeights":
         """Those of some rows and chunks, and of the first c tokens of each chunk."""
@@ -146,13 +140,10 @@ def bias_of_chunk(w: Tensor, chunk_size: int, documents: DocumentWeights) -> Ten
 class Inputs(NamedTuple):
     """What attention is of, before silu; or the gradients of all that."""
 
-    u_BTE: Tensor
-    """The gate; `NO_TOKENS`: there is none, and v has no silu."""
+    u_BTE: Tensor  # the gate; `NO_TOKENS`: there is none, and v has no silu
     v_BTE: Tensor
-    z_BTS: Tensor
-    """`NO_TOKENS`: the heads are given."""
-    heads: Sequence[Tensor]
-    """Those given; or gamma and beta `[4, S]`, sin and cos, float32 at least."""
+    z_BTS: Tensor  # `NO_TOKENS`: the heads are given
+    heads: Sequence[Tensor]  # those given; or gamma and beta `[4, S]`, sin and cos, float32 at least
 
     @property
     def gated(self) -> bool:
@@ -186,10 +177,8 @@ class Window(NamedTuple):
     ids_NC: Tensor | None
     blocks: list[tuple[slice, slice]]
     """The queries of each block of scores, and its keys: when causal up to the last query."""
-    reads: list[slice]
-    """The chunks that read a state: when causal not the first of a row."""
-    makes: list[slice]
-    """The chunks whose state is read: when causal not the last of a row."""
+    reads: list[slice]  # the chunks that read a state: when causal not the first of a row
+    makes: list[slice]  # the chunks whose state is read: when causal not the last of a row
 
     def scores(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor, list[Tensor | int | None]]:
         """q k^T of a block, of the quadratic and of the linear half, if it has that; and how

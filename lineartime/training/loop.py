@@ -43,8 +43,7 @@ class Setup(NamedTuple):
     objective: Objective
     extra_files: dict[str, str]
     first: First | None = None
-    score_last: bool = True
-    """Whether the last step is scored too, if it is a multiple of `eval_every`."""
+    score_last: bool = True  # whether the last step is scored too, if it is a multiple of `eval_every`
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ class Curves(NamedTuple):
 
     title: str
     unit: str  # the unit of the losses, such as nats per token
-    tokens: np.ndarray
-    """Millions of tokens until each step in the metrics, at which `loss` is the training loss."""
+    tokens: np.ndarray  # millions of tokens until each step in the metrics, at which `loss` is the training loss
     loss: np.ndarray
     learning_rate: np.ndarray
     held_out: list[tuple[float, float]]  # millions of tokens, and the held-out loss

@@ -27,8 +27,7 @@ class RunConfig:
     task: str
     data: str
     out: str
-    source: StartingWeights | None = None
-    """None: the initial values are drawn from the seed."""
+    source: StartingWeights | None = None  # None: the initial values are drawn from the seed
 
     def __post_init__(self) -> None:
         context, micro = self.model.context, self.train.micro_batch_tokens

@@ -28,8 +28,7 @@ from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import is_exported, load_model
 from lineartime.weights.transformers_files import AUTO_MAP, CODE, CODE_FILE, tokenizer_files
 
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
-"""The card has a sample: so many tokens at most, and how they are drawn."""
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8  # the card has a sample: so many tokens at most, and how they are drawn
 
 
 def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch.device,
@@ -149,8 +148,7 @@ CAUSAL_SCORES = {"bits per byte": "{0.bits_per_byte:.3f}", "nats per token": "{0
                  "perplexity per token": "{0.perplexity:.2f}", "perplexity per word": "{0.word_perplexity:.1f}",
                  "tokens": "{0.n_tokens:,}", "words": "{0.n_words:,} ({0.word_count})", "bytes": "{0.n_bytes:,}"}
 MASKED_SCORES = {"nats per masked token": "{0.loss:.4f}", "perplexity per masked token": "{0.perplexity:.2f}",
-                 "masked tokens": "{0.n_tokens:,}"}
-"""What the card has of an `Evaluation`, by the name of its line."""
+                 "masked tokens": "{0.n_tokens:,}"}  # what the card has of an `Evaluation`, by the name of its line
 
 
 def card_scores(config: ModelConfig, n_documents: dict[str, int], scores: dict[str, Evaluation]) -> str:

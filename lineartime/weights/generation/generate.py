@@ -16,8 +16,7 @@ from lineartime.model.language_model import LanguageModel
 
 PIECE_TOKENS = 2048  # of a row's prompt read at once, in whole chunks; bounds the memory of a long prompt
 
-Prompt = TypeVar("Prompt", str, list[int])
-"""Text, or the ids of tokens: `generate` returns what it was given."""
+Prompt = TypeVar("Prompt", str, list[int])  # Text, or the ids of tokens: `generate` returns what it was given
 
 
 @torch.no_grad()  # not `inference_mode`: `LanguageModel.extend` may go on with the state
