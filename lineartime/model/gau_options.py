@@ -192,7 +192,15 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
             kernel=config.attn_kernel, overlap=config.overlap, cls_softmax=config.cls_softmax)
     if config.has_linear_half:
         gate_BGC = None if gate_BT is None else to_chunks(gate_BT, c)
-        lin_BGCE = attend_linearly(config, others[0], others[1], v_BGCE, ids_BGC, a_BGG, gate_BGC, exchange)
+        q_lin, k_lin, *_ = others
+        if a_BGG is not None and ids_BGC is not None:  # by learned weights
+            lin_BGCE = ablations.weighted_linear_attention(q_lin, k_lin, v_BGCE, a_BGG, segment_ids_BGC=ids_BGC)
+        elif config.document_mask == "paper" and ids_BGC is not None:  # as the listing has it
+            lin_BGCE = ablations.paper_linear_attention(q_lin, k_lin, v_BGCE, causal=config.causal,
+                                                        segment_ids_BGC=ids_BGC)
+        else:
+            lin_BGCE = reference.linear_attention(q_lin, k_lin, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC,
+                                                  pooling=config.chunk_pooling, gate_BGC=gate_BGC, exchange=exchange)
         out_BGCE = lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
     assert out_BGCE is not None
     if config.first_to_all:  # each chunk's first token also attends to its whole document
@@ -200,14 +208,3 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
         first_BGE = ablations.first_to_all_attention(others[2][:, :, 0], others[3], v_BGCE, ids_BGC)
         out_BGCE = torch.cat([out_BGCE[:, :, :1] + first_BGE[:, :, None], out_BGCE[:, :, 1:]], dim=2)
     return reference.from_chunks(out_BGCE, v_BTE.shape[1])
-
-
-def attend_linearly(config: ModelConfig, q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, ids_BGC: Tensor | None,
-                    a_BGG: Tensor | None, gate_BGC: Tensor | None, exchange: Exchange | None) -> Tensor:
-    """The linear half: by learned weights, as the listing has it, or with the exact mask."""
-    if a_BGG is not None and ids_BGC is not None:
-        return ablations.weighted_linear_attention(q_BGCS, k_BGCS, v_BGCE, a_BGG, segment_ids_BGC=ids_BGC)
-    if config.document_mask == "paper" and ids_BGC is not None:
-        return ablations.paper_linear_attention(q_BGCS, k_BGCS, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC)
-    return reference.linear_attention(q_BGCS, k_BGCS, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC,
-                            pooling=config.chunk_pooling, gate_BGC=gate_BGC, exchange=exchange)

@@ -20,6 +20,7 @@ from lineartime.ops.dtypes import matmul_dtype
 from lineartime.ops.reference import Heads, HeadsFromZ
 
 logger = logging.getLogger(__name__)
+log_once = functools.cache(logger.warning)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHUNK_SIZES = (128, 256, 512)
@@ -142,12 +143,6 @@ def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor |
     if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype or type(x) is not Tensor:
         return False
     return not is_transformed(x, *parameters) and compiled.library() is not None
-
-
-@functools.cache
-def log_once(line: str) -> None:
-    """Log a warning, unless the same line was logged before."""
-    logger.warning(line)
 
 
 def is_transformed(*inputs: Tensor | None) -> bool:

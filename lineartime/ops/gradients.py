@@ -15,7 +15,6 @@ from lineartime.ops import tiles
 from lineartime.ops.tiles import HALF, SIZE, dot, head_product, load_tile, silu, store_tile
 
 BASE_TILE = 16  # Tokens per program for heads or dz. A multiprocessor holds one program of 32, three of 16.
-
 SCORES_AT_ONCE = 2**28  # scores whose gradients, or in FLASH-Quad weights, are in memory at a time
 
 

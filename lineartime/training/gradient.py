@@ -62,7 +62,9 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             torch._foreach_mul_(gradient, share)
         ordered.add_in_order(sums, gradient)
     # From here on a rank has the gradient of the parts alone that it updates.
-    gradient = division.add_ranks(ordered.merge_all(sums))
+    gradient = ordered.merge_all(sums)
+    if not division.is_sharded:
+        gradient = ordered.exchange([p.uncut(g) for p, g in zip(division.parts, gradient, strict=True)], division.ranks)
     if clips_each:
         norm = gather(torch.stack(norms).cpu(), division.ranks.in_column).mean()
     else:
@@ -112,12 +114,6 @@ class Division:
         if not self.is_sharded:
             ordered.sum_over_row(gradient, self.ranks.in_row)
         return gradient
-
-    def add_ranks(self, gradient: list[Tensor]) -> list[Tensor]:
-        """The step's gradient of this rank's parts, from the sum over its own micro-batches."""
-        if self.is_sharded:
-            return gradient
-        return ordered.exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
         # By column, row, micro-batch. A rank of a sharded model has every W-th micro-batch.

@@ -110,17 +110,14 @@ def card_head(about: str, run: dict[str, Any], config: ModelConfig) -> str:
              ("Weights", f"bfloat16, {2 * described.n_parameters / 1e6:.1f} MB")]
     if described.decoding.constant and not described.decoding.per_token:
         lines.append(("Decoding state", f"{mib(described.decoding.constant)} in float32, at any length"))
-    return "\n\n".join([about if about.startswith("---") else front_matter(config) + about,
-                        "## Model", markdown(["", ""], lines)])
-
-
-def front_matter(config: ModelConfig) -> str:
-    """The YAML that model hubs read at the beginning of a card, without licence and language."""
+    # The YAML that model hubs read at the beginning, without licence and language.
     tags = [nearest_preset(config), *(["gated-attention-unit"] if config.ffn == "gau" else []),
             *(["linear-attention"] if config.attn_type in ("mixed_chunk", "linear") else [])]
     fields = ModelCardData(library_name="lineartime", tags=tags,
                            pipeline_tag="text-generation" if config.causal else "fill-mask").to_yaml()
-    return f"---\n# license and language: not known to lineartime; name them here\n{fields}\n---\n\n"
+    if not about.startswith("---"):
+        about = f"---\n# license and language: not known to lineartime; name them here\n{fields}\n---\n\n{about}"
+    return "\n\n".join([about, "## Model", markdown(["", ""], lines)])
 
 
 def card_training(run: dict[str, Any], step: int, tokenizer_sha256: str, text: list[tuple[Manifest, int]]) -> str:

@@ -40,7 +40,12 @@ def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
-        step, weights = read_exported(folder)
+        names, weights = weight_files(folder), dict[str, Tensor]()
+        step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
+        for name in names:
+            with checkpoint.open_tensors(folder / name) as file:
+                # Copies, as a run's are: views of the file lie at any byte, which matmuls round by.
+                weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
     else:
         found = checkpoint.check(folder) if (folder / checkpoint.MANIFEST).exists() else newest_checkpoint(path)
         folder, step, weights = found.path, found.step, checkpoint.read_tensors(found.path, WEIGHTS)
@@ -125,17 +130,6 @@ def weight_files(folder: Path) -> list[str]:
         return [WEIGHTS_FILE]
     with damaged(folder / SHARDS_FILE):
         return sorted({str(name) for name in read_json(folder / SHARDS_FILE)["weight_map"].values()})
-
-
-def read_exported(folder: Path) -> tuple[int | None, dict[str, Tensor]]:
-    """The step and the weights of an exported folder, in float32. Raises CheckpointError."""
-    names, weights = weight_files(folder), dict[str, Tensor]()
-    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
-    for name in names:
-        with checkpoint.open_tensors(folder / name) as file:
-            # Copies, as a run's are: views of the file lie at any byte, which matmuls round by.
-            weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
-    return step, weights
 
 
 def end_tokens(folder: Path) -> set[int]:
