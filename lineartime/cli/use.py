@@ -75,8 +75,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def scored_text(run: Path, data: str, options: EvaluateOptions) -> tuple[dict[str, Any], list[str]]:
     """The scores of a split of prepared text, and lines that tell a person."""
-    from lineartime.data.mixture import read_mixture
-    from lineartime.data.tokens import read_manifest
+    from lineartime.data.tokens import read_manifest, read_mixture
 
     require(len(read_mixture(data)) == 1, "evaluate scores one text", data, "give one of its folders")
     read_manifest(data)  # refuses what is not prepared text, before torch is imported

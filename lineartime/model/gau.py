@@ -4,16 +4,18 @@ attention (Section 3.2, Code 8), which FLASH stacks. Ablations and options: `gau
 import itertools
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.base.settings import check_rules, require
+from lineartime.base.settings import require
 from lineartime.config import FLASH, FLASH_QUAD, ModelConfig, layer_config
 from lineartime.model import gau_options
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, unfold_heads
+from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, fold_heads, unfold_heads
 from lineartime.ops.dispatch import HAS_TRITON, unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
 
@@ -89,8 +91,10 @@ class GatedAttentionUnit(ResidualLayer):
         options make, and gate_BT; B then counts rows times attention heads."""
         if self.config.makes_plain_heads:
             return uvz_BTF, self.heads_from_z(info), None
-        uv_BTF, z_BTS = gau_options.split_folded(self.config, uvz_BTF)
-        heads, gate_BT = self.make_heads(z_BTS, info, cache)
+        uv_BTF, z_BTS = uvz_BTF.split([2 * self.config.d_inner, self.config.query_key_dim], dim=-1)
+        if (h := self.config.n_heads) > 1:  # a head takes its columns of u and its columns of v
+            uv_BTF = torch.cat([fold_heads(part_BTE, h) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
+        heads, gate_BT = self.make_heads(F.silu(z_BTS), info, cache)
         return uv_BTF, heads, gate_BT
 
     def make_heads(self, z_BTS: Tensor, info: SequenceInfo,
@@ -118,11 +122,7 @@ class GatedAttentionUnit(ResidualLayer):
         return gau_options.gated(self.config, u_BTE, out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        check_rules(self.config, self.config.decoding_rules())
-        cache = empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
-        if self.key_conv is not None:
-            self.key_conv.add_to(cache)
-        return cache
+        return empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
 
     def keep_scores(self, old: ModelConfig) -> None:
         if self.config.attn_kernel == "relu2":

@@ -121,14 +121,6 @@ def heads_of_z(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offse
     return [as_dtype(head_BTS, z_BTS.dtype) for head_BTS in heads], gate_BT
 
 
-def split_folded(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
-    """u and v side by side, before silu, where B counts rows times heads; and z_BTS, after it."""
-    uv_BTF, z_BTS = uvz_BTF.split([2 * config.d_inner, config.query_key_dim], dim=-1)
-    if config.n_heads > 1:  # a head takes its columns of u and its columns of v
-        uv_BTF = torch.cat([fold_heads(part_BTE, config.n_heads) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
-    return uv_BTF, F.silu(z_BTS)
-
-
 def split_activated(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """u_BTE, v_BTE and z_BTS, after the activation. In v B counts rows times attention heads."""
     e, activation = config.d_inner, ACTIVATIONS[config.activation]

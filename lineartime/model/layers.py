@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
-from lineartime.base.settings import require
+from lineartime.base.settings import check_rules, require
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.model import layout
 from lineartime.model.decoding.cache import Cache
@@ -364,21 +364,24 @@ class ResidualLayer(nn.Module):
         raise UsageError("this layer has no branch", type(self).__name__, "define branch(normed_BTD, info, cache=None)")
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The cache of `n_rows` rows that have no token yet. Raises UsageError for a layer that
-        does not decode, see `ModelConfig.decoding_rules`."""
+        """The cache of `n_rows` rows that have no token yet. Raises UsageError in this class."""
         raise UsageError("this layer does not decode", type(self).__name__, "define its empty_cache")
 
     def decoding_state(self, n_rows: int) -> DecodingState:
-        """The state of `n_rows` rows without a token, for `forward`. Raises as `empty_cache`."""
+        """The state of `n_rows` rows without a token, for `forward`. Raises as `caches`."""
         state = DecodingState.of_rows(n_rows, self.like.device, self.caches(n_rows), self)
         state.document_B = torch.full_like(state.start_B, -1)
         return state
 
     def caches(self, n_rows: int) -> list[Cache]:
-        """`empty_cache` with what `token_shift` needs; none for a layer that does not attend."""
+        """`empty_cache` with what options need; none for a layer that does not attend. Raises
+        UsageError for a layer that does not decode, see `ModelConfig.decoding_rules`."""
         if not self.attends:
             return []
+        check_rules(self.config, self.config.decoding_rules())
         cache = self.empty_cache(n_rows)
+        if (key_conv := getattr(self, "key_conv", None)) is not None:
+            key_conv.add_to(cache)
         if self.config.token_shift:
             cache.shift_BKF = self.like.new_zeros(n_rows, 1, self.config.d_model // 2)
         return [cache]

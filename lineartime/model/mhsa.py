@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.base.settings import check_rules, require
+from lineartime.base.settings import require
 from lineartime.config import COMBINER, MC_TFM_PLUS_PLUS, PERFORMER, TRANSFORMER_PLUS_PLUS, ModelConfig, layer_config
 from lineartime.model.attention.combiner import Combiner
 from lineartime.model.attention.mixed_chunk import MixedChunk
@@ -90,13 +90,9 @@ class MultiHeadAttention(ResidualLayer):
         return self.project_out(out_BTD)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        check_rules(self.config, self.config.decoding_rules())
         core = self.core
-        cache = (core.empty_cache(n_rows, self.like) if isinstance(core, Combiner | Performer)
-                 else empty_cache(n_rows, self.config, self.like, self.rel_pos_bias))
-        if self.key_conv is not None:
-            self.key_conv.add_to(cache)
-        return cache
+        return (core.empty_cache(n_rows, self.like) if isinstance(core, Combiner | Performer)
+                else empty_cache(n_rows, self.config, self.like, self.rel_pos_bias))
 
     def keep_scores(self, old: ModelConfig) -> None:
         if self.config.attn_kernel == "relu2":

@@ -380,7 +380,10 @@ def differentiate_rows(dout_BTE: Tensor, inputs: Inputs, s: int, w: Tensor, atte
         dheads, dv_NCE = differentiate(dattended_NCE, window, part_BGFE.flatten(0, 1), dpart_BGFE.flatten(0, 1),
                                        dbias_CC)
         differentiate_inputs(window, s, dheads, dv_NCE.view(dinputs.v_BTE.shape), dinputs)
-    return diagonal_sums(dbias_CC).to(w.dtype)
+    # The transpose of `reference.toeplitz`: [i, j] is of the distance j - i, at j - i + C - 1.
+    index_C = torch.arange(chunk_size, device=w.device)
+    at_CC = index_C - index_C[:, None] + chunk_size - 1
+    return dbias_CC.new_zeros(2 * chunk_size - 1).index_add_(0, at_CC.flatten(), dbias_CC.flatten()).to(w.dtype)
 
 
 def differentiate_inputs(window: Window, s: int, dheads_NCF: Iterable[Tensor], dv_BTE: Tensor,
@@ -445,14 +448,6 @@ def side_by_side(uvz_BTF: Tensor, heads: Sequence[Tensor], from_z: bool) -> tupl
     """Tensors whose numbers of a token lie side by side; what makes heads is float32 at least."""
     dtype = at_least_float32(uvz_BTF[:0]).dtype if from_z else uvz_BTF.dtype
     return uvz_BTF.contiguous(), [x.to(dtype).contiguous() for x in heads]
-
-
-def diagonal_sums(x_CC: Tensor) -> Tensor:
-    """The transpose of `reference.toeplitz`: sums over the diagonals, `[2 C - 1]`."""
-    # Entry [i, j] belongs to the distance j - i, which is at j - i + C - 1.
-    index_C = torch.arange(len(x_CC), device=x_CC.device)
-    at_CC = index_C - index_C[:, None] + len(x_CC) - 1
-    return x_CC.new_zeros(2 * len(x_CC) - 1).index_add_(0, at_CC.flatten(), x_CC.flatten())
 
 
 def attention_in_windows(uvz_BTF: Tensor, heads: Heads, w: Tensor | None = None, *, gated: bool, chunk_size: int,

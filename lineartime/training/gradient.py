@@ -71,7 +71,9 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         norm = ordered.norm_of(gradient, division.parts, division.ranks)
         clip_to(config.clip, gradient, norm)
     clear_gradients(parameters)
-    division.set_gradient(gradient)
+    for part, g in zip(division.parts, gradient, strict=True):
+        whole = g if g.numel() == part.updated.numel() else shard.padded_to_vector(g)
+        part.updated.grad = whole.view_as(part.updated)
     found = {"loss": division.total_loss(losses), "gradient norm": norm.item()}
     for name, value in found.items():
         if not math.isfinite(value):
@@ -119,11 +121,6 @@ class Division:
         # By column, row, micro-batch. A rank of a sharded model has every W-th micro-batch.
         losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
         return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()
-
-    def set_gradient(self, gradient: list[Tensor]) -> None:
-        for part, g in zip(self.parts, gradient, strict=True):
-            whole = g if g.numel() == part.updated.numel() else shard.padded_to_vector(g)
-            part.updated.grad = whole.view_as(part.updated)
 
     def share_updates(self) -> None:
         """Bring what the optimizers of all ranks have updated into this rank's model."""

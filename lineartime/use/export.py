@@ -14,9 +14,8 @@ from lineartime.base.settings import field_text, require
 from lineartime.base.stores import Name, exists, is_address, uploaded
 from lineartime.base.words import Progress, code_block, in_markdown, installed_version, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig
-from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_of
+from lineartime.data.tokens import Manifest, open_data, read_manifests, read_mixture, sha256_of
 from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, model_config_json, read_run, shipped_models
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data

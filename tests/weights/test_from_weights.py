@@ -19,9 +19,8 @@ from lineartime.base.errors import Stopped, UsageError
 from lineartime.base.stores import hash_of
 from lineartime.config import TrainConfig
 from lineartime.data import mixture
-from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import batch_rows, open_data, open_split
+from lineartime.data.tokens import batch_rows, open_data, open_split, place_of, read_mixture
 from lineartime.folders import read_metrics, read_run
 from lineartime.training.language import TrainResult
 from lineartime.training.optimizers import learning_rate_at

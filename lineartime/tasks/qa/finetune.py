@@ -26,8 +26,8 @@ from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import hash_of
 from lineartime.base.words import Progress
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
-from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.data.tokens import places_of_step
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.ops.dtypes import tensors_sha256
 from lineartime.tasks.pooling import padded_rows
