@@ -26,7 +26,7 @@ from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.ops.context import exchange_states, with_neighbours
 from lineartime.ops.dtypes import as_dtype, at_least_float32, float16_as_float32, matmul_dtype
-from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm, turn
+from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, ids_or_zeros, rope, rotary, scale_norm, turn
 
 BIAS_WIDTH = 128  # of the two vectors of the rotated position bias (Code 4), whatever `query_key_dim` is
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
@@ -122,7 +122,7 @@ class SequenceInfo:
     """Positions and documents of a batch of rows: made once, read by every layer."""
 
     angles: dict[int, tuple[Tensor, Tensor]]
-    """sin and cos of the positions, `[1 or B, T, width / 2]`, by the width of heads."""
+    """sin and cos of the positions, `[1 or B, T, width / 2]`, by the width of heads with RoPE."""
     position_BT: Tensor  # `[1 or B, T]`
     segment_ids_BT: Tensor | None = None  # see `layout.lay_out`; None: every row is one document
     cu_seqlens: list[int] | None = None  # `[0, ..., B T]`: where documents, and runs of padding, begin in flat rows
@@ -142,10 +142,6 @@ class SequenceInfo:
     def exchange(self) -> Exchange | None:
         """What brings the states of the rows' other parts; None if the rows are whole."""
         return None if self.ranks.size == 1 else partial(exchange_states, ranks=self.ranks)
-
-    def rotary(self, config: ModelConfig) -> tuple[Tensor, Tensor] | None:
-        """sin and cos for a layer's heads, see `angles`; None for a Transformer without RoPE."""
-        return None if config.rel_pos is None and config.ffn != "gau" else self.angles[config.qk_width]
 
     @property
     def age_BT(self) -> Tensor:
@@ -199,7 +195,7 @@ def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tens
 
 def rotate_heads(x_BTHK: Tensor, info: SequenceInfo, config: ModelConfig) -> Tensor:
     """RoPE of every head at the positions of the rows; x itself in a model without RoPE."""
-    by = info.turns[config.qk_width] if info.rotary(config) else None
+    by = info.turns.get(config.qk_width)
     return x_BTHK if by is None else as_dtype(rope(x_BTHK, by), x_BTHK.dtype)
 
 
@@ -275,28 +271,19 @@ class ResidualLayer(nn.Module):
         require(self.config.causal, "only a causal layer decodes", "causal = false", "give it whole rows")
         require(len(state.seq_lens_B) == len(x_BND), "the cache holds another batch",
                 f"{len(state.seq_lens_B)} rows, the input has {len(x_BND)}", "cache.select keeps and repeats rows")
-        shape = x_BND.shape[:2]
-        for name, given_BN in (("segment_ids", segment_ids), ("token_mask", token_mask)):
-            layout.check_shape(name, given_BN, shape)
+        # Each row's tokens go to its front, its padding behind them.
+        laid = layout.lay_out(self.config, x_BND, segment_ids, token_mask, in_grid=False)
         if x_BND.numel() == 0:
             return x_BND
-        valid_BN = layout.checked_mask(x_BND.new_ones(shape) if token_mask is None else token_mask)
-        begins_BN = torch.zeros_like(valid_BN)
-        if segment_ids is not None:
-            valid_BN = valid_BN & (segment_ids >= 0)
-        # Each row's tokens go to its front, its padding behind them.
-        order_BN = layout.padding_last(valid_BN)
-        if segment_ids is not None:
-            ids_BN = torch.where(valid_BN, segment_ids, -1).long().gather(1, order_BN)
-            layout.check_segment_ids(ids_BN)
-            begins_BN = state.begins(ids_BN)
+        ids_BN = ids_or_zeros(laid.segment_ids_BL, x_BND)
+        begins_BN = torch.zeros_like(ids_BN).bool() if segment_ids is None else state.begins(ids_BN)
 
         def read(x_BND: Tensor, inputs: DecodeInputs) -> list[Tensor]:
             info = sequence_info(self.config, inputs.position_BN, at_least_float32(x_BND).dtype, inputs=inputs)
             return [self.with_residual(x_BND, info, *state.caches)]
 
-        (out_BND,) = state.read(self.config, read, layout.in_order(x_BND, order_BN), begins_BN, valid_BN.sum(1))
-        return layout.in_order(out_BND, order_BN.argsort(1))
+        (out_BND,) = state.read(self.config, read, laid.take(x_BND), begins_BN, (ids_BN >= 0).sum(1))
+        return laid.give_back(out_BND)
 
     def with_residual(self, x_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         """`add` with the sum, or without the residual the branch alone."""

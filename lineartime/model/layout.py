@@ -35,15 +35,17 @@ class Layout(NamedTuple):
 
 
 def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = None,
-            token_mask_BT: Tensor | None = None, begins_BT: Tensor | None = None) -> Layout:
-    """The layout of rows of ids or vectors, `[B, T, ...]`.
+            token_mask_BT: Tensor | None = None, begins_BT: Tensor | None = None, in_grid: bool = True) -> Layout:
+    """The layout of rows of ids or vectors, `[B, T, ...]`; not `in_grid`, as in decoding, padding
+    alone moves.
 
     segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a
     row, -1 for padding at its end; None: every row is one document, or documents start where
     begins_BT is True. token_mask_BT: bool, or numbers 0 and 1, False or 0 for padding, which may be
     anywhere in a row and have any segment id. Raises UsageError for wrong segment ids or masks."""
-    reads = ((config.document_grid == "own" and config.grid_size > 1) or config.chunk_pooling == "attention"
-             or config.by_document(in_graph=torch.compiler.is_exporting()))
+    has_grid = in_grid and config.document_grid == "own"
+    reads = (has_grid and config.grid_size > 1) or (in_grid and (
+        config.chunk_pooling == "attention" or config.by_document(in_graph=torch.compiler.is_exporting())))
     for name, given_BT in (("segment_ids", segment_ids_BT), ("token_mask", token_mask_BT), ("ids", begins_BT)):
         check_shape(name, given_BT, x_BT.shape[:2])
         traced = not torch.compiler.is_compiling() and torch._C._is_tracing()
@@ -61,7 +63,7 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
     if are_given and segment_ids_BT is not None:
         check_segment_ids(segment_ids_BT := segment_ids_BT.long())
     laid = Layout(torch.arange(x_BT.shape[1], device=x_BT.device)[None], segment_ids_BT)
-    if config.document_grid == "own" and segment_ids_BT is not None and segment_ids_BT.numel() > 0:
+    if has_grid and segment_ids_BT is not None and segment_ids_BT.numel() > 0:
         laid = lay_out_documents(config, segment_ids_BT)
     # Both orders one after the other: padding moves first, then documents do.
     if order_BT is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lineartime.base.errors import DataError
 from lineartime.base.files import json_sha256
-from lineartime.data import mixture, tokens
+from lineartime.data import tokens
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, eval_rows, open_split
 from text_files import make, stream_of
@@ -62,10 +62,10 @@ def test_every_target_is_read_once_in_an_epoch(prepared):
 @settings(max_examples=50)
 def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
     """Whatever was read before, from however many rows at once: row n of all is the same."""
-    mixture.orders.cache_clear()
+    tokens.orders.cache_clear()
     in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
                 for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
-    mixture.orders.cache_clear()
+    tokens.orders.cache_clear()
     for step in steps:
         got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
         first = (step - min(steps)) * rows
@@ -81,8 +81,8 @@ def pure_stream(tmp_path_factory):
 
 def test_the_order_stays_what_it_was():
     """Written down once: a change would give a resumed run other batches."""
-    assert mixture.orders(0, 10)(0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
-    assert mixture.orders(1, 10)(2).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    assert tokens.orders(0, 10)(0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert tokens.orders(1, 10)(2).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
 
 
 def test_a_stream_shorter_than_a_row_names_the_context_that_works(pure_stream):

@@ -18,9 +18,8 @@ from command_line import Call, assert_refused
 from lineartime.base.errors import Stopped, UsageError
 from lineartime.base.stores import hash_of
 from lineartime.config import TrainConfig
-from lineartime.data import mixture
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import batch_rows, open_data, open_split, place_of, read_mixture
+from lineartime.data.tokens import batch_rows, open_data, open_split, order_of, place_of, read_mixture
 from lineartime.folders import read_metrics, read_run
 from lineartime.training.language import TrainResult
 from lineartime.training.optimizers import learning_rate_at
@@ -244,7 +243,7 @@ def test_rows_of_a_mixture_are_rows_of_its_texts(root: Path) -> None:
     for step in (0, 7, 49):
         assert batch_rows(both, seed=5, step=step, rows_per_step=12, context=48).tolist() == mixed[
             step * 12 : (step + 1) * 12]
-    assert [text for text, _ in mixture.order_of((2, 1))].count(0) == 2
+    assert [text for text, _ in order_of((2, 1))].count(0) == 2
 
 
 def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: Path, call: Call) -> None:

@@ -103,7 +103,7 @@ class Combiner:
         if isinstance(cache, RowCache) and info.inputs is not None:
             return self.extend(q_BTHK, k_BTHK, v_BTHK, x_BTD, info, info.inputs, cache)
         # Each document by itself, for its rows of C tokens begin at its first token.
-        angles = tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary(self.config) or ())
+        angles = tuple(a.expand(len(x_BTD), -1, -1) for a in info.angles.get(self.config.qk_width, ()))
         parts = [self.attend_document(x, q, k, v, sin_cos)[0]
                  for q, k, v, x, *sin_cos in by_document((q_BTHK, k_BTHK, v_BTHK, x_BTD, *angles), info)]
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
@@ -135,7 +135,7 @@ class Combiner:
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: RowCache) -> Tensor:
         out, c, config = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1], self.config
-        rotated, new = info.rotary(config), (x_BND, q_BNHK, k_BNHK, v_BNHK)
+        rotated, new = info.angles.get(config.qk_width), (x_BND, q_BNHK, k_BNHK, v_BNHK)
         buffers = (cache.x_BCD, cache.q_BCHK, cache.k_BCHK, cache.v_BCHK)
         for row in range(len(v_BNHK)):
             for start, stop, begins in inputs.documents(row):
