@@ -137,15 +137,29 @@ def pieces_of(text: str) -> Iterator[Piece]:
 def text_blocks(blocks: Iterable[bytes], name: object) -> Iterator[str]:
     """The text of blocks of bytes, without a byte order mark at its beginning. Raises DataError,
     with the byte, for what is not text."""
-    decoder, position = codecs.getincrementaldecoder("utf-8-sig")(), 0
-    for block in itertools.chain(blocks, [b""]):
-        if b"\0" in block:
-            raise DataError("a NUL byte: this is no text", f"{name}, byte {position + block.index(0)}")
-        position += len(block)
-        try:
-            yield decoder.decode(block, final=not block)
-        except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
-            raise not_utf8(name, f", byte {position - len(e.object) + e.start}") from None
+    tail, position = "", 0
+    for block in itertools.chain(blocks, [None]):
+        text, tail, error = decode_next(block, tail, position, name)
+        if error is not None:
+            raise error
+        position += len(block or b"")
+        yield text
+
+
+def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
+    """Decode a block of a stream of UTF-8, None at its end: its text, the bytes of a last character
+    that is not whole yet, in hexadecimal, and the error behind the text. tail: such bytes of the
+    block before. position: the block's first byte."""
+    data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
+    try:
+        text, n = codecs.utf_8_decode(data, "strict", block is None)
+    except UnicodeDecodeError as e:
+        text, n = data[:e.start].decode(), len(data)
+        error = not_utf8(name, f", byte {begin + e.start}")
+    if "\0" in text:
+        error = DataError("a NUL byte: this is no text", f"{name}, byte {begin + data.index(0)}")
+        text, n = text[: text.index("\0")], len(data)
+    return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
 
 
 def text_of(name: Name) -> Iterator[str]:

@@ -6,7 +6,6 @@ each from the end of one line's last word to the end of the next line's, so a li
 as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_pieces`): they give the
 whole text's tokens. White space before a line's first word is its own; a blank line has 0 bits."""
 
-import codecs
 import dataclasses
 import itertools
 import math
@@ -21,7 +20,7 @@ import torch
 from lineartime.base.errors import CheckpointError, DataError, NumericsError
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
-from lineartime.data.read_text import BYTE_ORDER_MARK, LAST_WORD, cut_pieces, not_utf8
+from lineartime.data.read_text import LAST_WORD, cut_pieces, decode_next
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState, load_state
 from lineartime.model.language_model import LanguageModel
@@ -165,22 +164,6 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
             raise error
     if per == "document" and state.n_tokens:
         yield Score(1, state.bits, state.n_bytes, str(name))
-
-
-def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
-    """Decode a block of a stream of UTF-8, None at its end: its text, the bytes of a last character
-    that is not whole yet, in hexadecimal, and the error behind the text. tail: such bytes of the
-    block before. position: the block's first byte."""
-    data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
-    try:
-        text, n = codecs.utf_8_decode(data, "strict", block is None)
-    except UnicodeDecodeError as e:
-        text, n = data[:e.start].decode(), len(data)
-        error = not_utf8(name, f", byte {begin + e.start}")
-    if "\0" in text:
-        error = DataError("a NUL byte: this is no text", f"{name}, byte {begin + data.index(0)}")
-        text, n = text[: text.index("\0")], len(data)
-    return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
 
 
 def scores_of(model: LanguageModel, tokenizer: Tokenizer, parts: list[TextPart], state: ScoringState, per: str,
