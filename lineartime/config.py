@@ -300,8 +300,6 @@ class ModelConfig:
         return min(self.context, end or self.context) if self.abs_pos == "learned" else end
 
 
-# What must hold
-
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
            "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16}
@@ -383,8 +381,6 @@ def check_bounds(config: Any) -> None:
         require(value is None or value <= largest, f"{name} is too large", f"{name} = {value}",
                 f"the largest is {largest:,}")
 
-
-# The models of the paper
 
 TRANSFORMER = ModelConfig()
 TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")

@@ -25,9 +25,6 @@ MODELS = Path(__file__).parent / "models"
 logger = logging.getLogger(__name__)
 
 
-# A run
-
-
 def require_run(out: Path) -> None:
     """Raise UsageError unless this is the folder of a run."""
     require(not (out / "adapter_config.json").exists(), "an adapter of PEFT, without the model", str(out),
@@ -119,9 +116,6 @@ def require_numbers(*values: Any) -> None:
             raise ValueError(f"{value!a:.40} is no number")
 
 
-# A model's config.json, which `transformers` reads too
-
-
 def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
     """The text of a model's `config.json`. kind: the class that `transformers` loads, by default
     the language model's. more: further fields."""
@@ -149,9 +143,6 @@ def model_config_of(fields: dict[str, Any]) -> ModelConfig:
     """The model that the fields of a `config.json` describe. Raises as `stored_config` does."""
     kept = (*MODEL_FIELDS, *REMOVED)
     return stored_config(ModelConfig(), {name: value for name, value in fields.items() if name in kept})
-
-
-# A model by its name
 
 
 def shipped_models() -> list[str]:

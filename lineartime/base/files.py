@@ -27,9 +27,6 @@ MAX_BYTES = 64 << 20  # largest file that is read whole: configurations, tokeniz
 MAX_LINES_BYTES = 1 << 30  # largest file of JSON lines that is read
 
 
-# Reading
-
-
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file. Raises OSError, at once for a pipe, a device or a folder."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -97,9 +94,6 @@ def read_json_lines(path: Path, parse: Callable[[Any], Parsed], what: str) -> li
             if line:
                 logger.warning(f"an incomplete last line is left out: {path}, line {number}")
     return parsed
-
-
-# Files with a hash, and files and folders that are replaced at once
 
 
 @contextlib.contextmanager

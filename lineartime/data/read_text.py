@@ -178,9 +178,6 @@ def read_small(name: Name, most: int = MAX_BYTES) -> str:
     return "".join(text_blocks([bytes(content)], where))
 
 
-# Rows
-
-
 def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = ()) -> Iterator[Record]:
     """The rows of a file that are not blank. Of parquet only the columns `names`, which it must
     have, and those of `optional` that it has, are read."""

@@ -82,9 +82,6 @@ def copies_named(work: Path, settings: PrepareSettings) -> Iterator[None]:
         raise type(e)(re.sub(rf"{re.escape(str(work))}/(\w+)/(\d+)/[\w.]+", given, str(e))) from None
 
 
-# Files
-
-
 def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: Iterable[Name] = (), *,
                  task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
@@ -174,9 +171,6 @@ def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
 def _split_of(name: str) -> str:
     found = SPLIT_FILE.fullmatch(name)
     return SPLIT_NAMES[found[1].lower()] if found else ""
-
-
-# Stdin, and the hub
 
 
 def saved_stream(name: str, field: str, folder: Path, progress: Progress | None) -> str:

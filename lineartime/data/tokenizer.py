@@ -295,9 +295,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
     return Tokenizer(inner.to_str())
 
 
-# From files and folders
-
-
 def named_tokenizer(name: str, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer that `prepare --tokenizer` names, see `PrepareSettings`. Raises as
     `load_tokenizer`, `auto_tokenizer` and `folders.weights_folder` do."""

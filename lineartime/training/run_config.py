@@ -194,9 +194,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return name, parse_field(name, value.strip(), kinds[name]) if name in kinds else value.strip()
 
 
-# What data, weights and the run in the folder give to a run
-
-
 def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The
     prepared data give the vocabulary's size and the end-of-document token if the settings do not.

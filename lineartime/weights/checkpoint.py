@@ -57,9 +57,6 @@ class Checkpoint(NamedTuple):
 Content = bytes | Mapping[str, Tensor]  # what a file holds: the bytes of a text, or named tensors
 
 
-# Saving
-
-
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
     """Write the checkpoint of `step`, then remove those older than the `keep` newest valid ones.
@@ -150,9 +147,6 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [*ordered.values()]
-
-
-# Loading
 
 
 def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
@@ -286,9 +280,6 @@ def first_five(wrong: list[str]) -> str:
     return ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
 
 
-# Manifests
-
-
 def manifest_of(content: dict[str, Any]) -> bytes:
     """A manifest's bytes in every version: the content, then the SHA-256 of its JSON."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -323,9 +314,6 @@ def _run_of(path: Path) -> str | None:
 def require_whole(condition: bool, path: Path, reason: str) -> None:
     """Raise CheckpointError unless the condition holds: something is wrong with this file."""
     require(condition, "damaged checkpoint", path, reason, CheckpointError)
-
-
-# A run's folder
 
 
 def saved_steps(run_dir: Path) -> list[int]:

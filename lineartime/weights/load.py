@@ -141,9 +141,6 @@ def end_tokens(folder: Path) -> set[int]:
         return {int(each) for each in (found if isinstance(found, list) else [] if found is None else [found])}
 
 
-# Weights in another model: for a new head, row length or chunk size
-
-
 def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
     """Raise UsageError, with the fields that differ, if a model has other tensors than its weights,
     or rows longer than their position tables."""

@@ -144,9 +144,6 @@ def _of_parquet(record: dict[str, Any], where: str) -> Question:
     return Question(record["question_id"], record["question"], tuple(documents), answers, accepted or answers)
 
 
-# Scores
-
-
 def normalize(text: str) -> str:
     """An answer normalised as in the official evaluation of TriviaQA.
 
