@@ -76,7 +76,13 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = folders.read_fine_tuning(out) if ranks.is_first and (out / folders.RESULT_FILE).exists() else None
         if (complete := gather_json(found, ranks)[0]) is not None:
-            check_settings(complete["fine_tuning"], settings, out)
+            stored = complete["fine_tuning"]
+            known = {"model": to_dict(stored_config(ModelConfig(), stored["model"])),  # an older one has other fields
+                     "train": {name: to_dict(stored_config(TrainConfig(), each))
+                               for name, each in stored["train"].items()}}
+            changed = different(stored | known, json.loads(json.dumps(settings)))
+            require(not changed, "another fine-tuning is here", str(out),
+                    f"{'; '.join(changed)}. Give another --out, or the same settings")
             if ranks.is_first:
                 point_to_best(out, complete)
             return {**complete, "already": True}
@@ -283,12 +289,3 @@ def point_to_best(out: Path, result: dict[str, Any]) -> None:
     best = result["best"]
     checkpoint.point(out / "best", Path(best) / "latest")
     checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)
-
-
-def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) -> None:
-    """Raise UsageError if the completed fine-tuning in `out` had other settings."""
-    known = {"model": to_dict(stored_config(ModelConfig(), stored["model"])),  # an older one has other fields
-             "train": {name: to_dict(stored_config(TrainConfig(), each)) for name, each in stored["train"].items()}}
-    changed = different(stored | known, json.loads(json.dumps(settings)))
-    require(not changed, "another fine-tuning is here", str(out),
-            f"{'; '.join(changed)}. Give another --out, or the same settings")
