@@ -282,8 +282,7 @@ class ModelConfig:
         """Whether attention of a layer runs once per document of a packed row. In a graph softmax
         attention takes a mask: there the lengths of documents change from call to call."""
         types = ("linear", "rowmajor_axial") if in_graph else ("linear", "rowmajor_axial", "quadratic")
-        return any(kind.ffn != "gau" and kind.attn_kernel != "relu2" and kind.attn_type in types
-                   for kind in self.kinds)
+        return any(kind.ffn != "gau" and kind.attn_kernel != "relu2" and kind.attn_type in types for kind in self.kinds)
 
     @property
     def n_chunks(self) -> int:

@@ -346,8 +346,7 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     return before_BGCE + own_BGCE + after_BGCE
 
 
-def tokens_read(states: list[States], segment_ids_BGC: Tensor,
-                gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
+def tokens_read(states: list[States], segment_ids_BGC: Tensor, gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
     """Which tokens read the state before their chunk and, when not causal, that after it: a
     seen_BGC per state. And count_BGC, the tokens that each token reads, or their gates' sum."""
     # Before: the tokens whose document began before their chunk.

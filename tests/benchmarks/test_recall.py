@@ -84,8 +84,7 @@ def test_numbers_stand_behind_names_in_the_text_and_the_names_at_its_end(tmp_pat
 def test_no_test_row_is_trained_on_and_all_seeds_train_on_the_same(name):
     """A generator takes 32 bits of its seed: step 7's batch and the test rows share a stream."""
     task = TASKS[name]
-    batch, other = (Recall(task, task.length, study.training(name, task, {"seed": seed})).batch
-                    for seed in (0, 1))
+    batch, other = (Recall(task, task.length, study.training(name, task, {"seed": seed})).batch for seed in (0, 1))
     trained = {row.tobytes() for step in (6, 7, 8) for row in batch(step)[0]}
     model = LanguageModel(study.config_of("flash", task, {}))
     for n_facts in task.n_facts:
@@ -99,8 +98,7 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     config = study.config_of("transformer++, conv", task, {"d_model": 32, "context": 40})
     settings = study.training("pairs", task, {"steps": 120, "warmup_steps": 10, "learning_rate": 6e-3, "context": 40,
                                               "tokens_per_step": 320, "seed": 1})
-    curves = [[*learn(study.new_model("transformer++, conv", config, 1), Recall(task, 40, settings))]
-              for _ in range(2)]
+    curves = [[*learn(study.new_model("transformer++, conv", config, 1), Recall(task, 40, settings))] for _ in range(2)]
     assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
     assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
 

@@ -67,9 +67,6 @@ def test_any_text_comes_back_from_its_shards(tmp_path_factory, texts, shard_toke
     assert counts.tokens == len(kept) + sum(len(tokenizer.encode(text)) for text in kept)
 
 
-# The machine does not matter
-
-
 @pytest.mark.parametrize("name", ["one", "all"])
 def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, monkeypatch, name):
     """A book cut in many places, also in a word and in what is held out; small files."""
@@ -118,9 +115,6 @@ def test_a_process_that_dies_is_a_resource_error(tmp_path, monkeypatch):
     assert_nothing_at(tmp_path / "out")
 
 
-# Tokenizers
-
-
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
     of_words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -143,9 +137,6 @@ def test_the_tokenizer_sees_a_spread_of_the_train_split(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "spread" / "tokenizer.json")
     learnt = [word for word in ("first", "other", "fourth", "last") if len(tokenizer.encode(f" {word}")) == 1]
     assert learnt == ["first", "fourth"]
-
-
-# What is held out
 
 
 @pytest.mark.parametrize("n, held_out, held", [
@@ -175,9 +166,6 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
         n_bytes = len(rest.encode())
         assert manifest.splits["validation"] == Split(1, n_bytes + 1, len(rest.split()), n_bytes)
         assert list(manifest.splits) == ["train", "validation", "test"]
-
-
-# Files and folders
 
 
 def test_an_empty_file_does_not_refuse_a_folder(tmp_path):
@@ -275,9 +263,6 @@ def test_odd_paths_work(tmp_path, monkeypatch):
         prepare([Path("in put")], Path(out), tokenizer="bytes")
         assert stream_of(Path(out)) == [EOD, *b"text", EOD]
     assert (tmp_path / "link").is_symlink()
-
-
-# Killed, interrupted, at once, on a full disk
 
 
 def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path):

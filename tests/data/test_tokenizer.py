@@ -199,9 +199,6 @@ def test_dropout_of_training_is_off():
     assert json.loads(found.json)["model"]["dropout"] is None
 
 
-# Tokenizers that transformers saved: the ids that it gives, or a refusal in one line
-
-
 OTHER_BPE = train_tokenizer(["the quick brown fox and the lazy dog " * 9], 300).json
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "hello", ","]
 WORDPIECE = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(PIECES)}, unk_token="[UNK]"))

@@ -14,8 +14,7 @@ from drills import child, odd_files
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tiny_runs.SETTINGS | {"steps": 6, "eval_every": 3, "keep": 2, "eval_tokens": 100}
-MODEL = ("n_layers", "d_model", "query_key_dim", "chunk_size")
-"""Settings that weights to begin with have already."""
+MODEL = ("n_layers", "d_model", "query_key_dim", "chunk_size")  # settings that weights to begin with have already
 QUESTIONS = ["--learning-rates", "1e-2,2.5e-3", "--context", "48", "--epochs", "1", "--max-answer-tokens", "6", "--set",
              "chunk_size=4", "--set", "tokens_per_step=384", "--set", "eval_tokens=100"]
 PROMPT = "Reader, I"

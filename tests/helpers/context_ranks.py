@@ -36,8 +36,7 @@ SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale
            "flash others' options"]
 """Of `BOTH_GRIDS`, the models whose rows ranks can share."""
 ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "performer, own grid",
-           "flash others' options"]
-"""A model for each thing that ranks exchange."""
+           "flash others' options"]  # a model for each thing that ranks exchange
 OFTEN = ["flash+"]  # what 2, 3 and 4 ranks share; the others 3
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "hybrid",

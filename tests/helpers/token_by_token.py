@@ -167,8 +167,7 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
             out_F = quadratic(config, w, made_TS[0], made_TS[1], v_TF, ids, t)
             gate_T = gates(config, w, near_TS, head)
             if config.chunk_size is not None and config.chunk_pooling == "attention":
-                out_F = out_F + linear_by_learned_weights(
-                    config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t, gate_T)
+                out_F = out_F + linear_by_learned_weights(config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t, gate_T)
             elif config.chunk_size is not None:
                 out_F = out_F + linear(config, made_TS[2], made_TS[3], v_TF, ids, t, gate_T)
             if config.first_to_all and t % config.chunk_size == 0 and ids[t] >= 0:

@@ -13,8 +13,7 @@ from lineartime.model.language_model import LanguageModel, token_losses
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from tiny_models import FLASH, random_ids
 
-EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}
-"""What a float may be off, relative to the largest."""
+EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}  # what a float may be off, relative to the largest
 
 
 def example(n, v, d, dtype=torch.float64, seed=0, scale=3.0):

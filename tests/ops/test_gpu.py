@@ -144,16 +144,14 @@ def test_compiled_layers_are_the_eager_ones(preset: str, precision: str) -> None
         assert (made - expected).norm() <= limit * max(expected.norm(), 1e-2 * max(g.norm() for g in gradients))
 
 
-LENGTHS = (2051, 131)
-"""Of rows for kernels: no multiples of anything, the second one shorter than most chunks."""
+LENGTHS = (2051, 131)  # of rows for kernels: no multiples of anything, the second one shorter than most chunks
 ATTENTIONS = [("gated_chunk_attention", chunk) for chunk in (256, 128, 512)] + [("gated_quadratic_attention", None)]
 
 
 def op_config(name: str, chunk: int | None, causal: bool, n_tokens: int) -> ModelConfig:
     """The paper's sizes: those of 110 M, and with chunks of 512 those of 500 M."""
     fields = {} if chunk is None else {"chunk_size": chunk}
-    return model_config(OPS[name], d_model=1024 if chunk == 512 else 768, causal=causal,
-                        context=n_tokens, **fields)
+    return model_config(OPS[name], d_model=1024 if chunk == 512 else 768, causal=causal, context=n_tokens, **fields)
 
 
 def attention(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) -> tuple[Callable[..., Tensor], dict]:

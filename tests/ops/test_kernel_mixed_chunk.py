@@ -305,8 +305,7 @@ def test_a_past_is_carried_over_whole_chunks() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, *rest(LONG_MEMORY, {"query_key_dim": 64})], ids=str)
-def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """With documents, in parts that end inside chunks: the rows read at once."""
     model = tiny("flash", n_layers=1, end_of_document=0, **fields).eval()
     torch.nn.init.ones_(model.layers[0].scale_offset.gamma)  # so that the state counts

@@ -41,8 +41,7 @@ KNOWN_SPILLS = {("attend_queries", 90, 512): 112, ("differentiate_keys", 80, 128
 """Bytes of a thread by kernel, architecture and chunk. The tiles were chosen for chunks of 256."""
 OTHERS = {"base_gradient_kernel", "decode_columns", "make_heads_kernel"}
 D_INNER, S = 1536, 128
-LONG_ROW = 2**14
-"""Tokens of a row whose chunk states take two levels."""
+LONG_ROW = 2**14  # tokens of a row whose chunk states take two levels
 
 
 class Case(NamedTuple):
@@ -50,11 +49,9 @@ class Case(NamedTuple):
 
     op: str
     dtype: str = "bfloat16"
-    chunk: int | None = 256
-    """Tokens in a chunk, where the op has them."""
+    chunk: int | None = 256  # tokens in a chunk, where the op has them
     causal: bool = True
-    n_tokens: int = 1024
-    """In a row."""
+    n_tokens: int = 1024  # in a row
 
 
 Program = dict[str, Any]

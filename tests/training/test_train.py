@@ -69,9 +69,6 @@ def train_lines(out):
     return [line for line in read_metrics(out) if "loss" in line]
 
 
-# The equations
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_matrices_and_embeddings_decay_and_nothing_else(preset):
     heads = {} if PRESETS[preset].ffn == "gau" else {"n_heads": 2}
@@ -201,9 +198,6 @@ def test_compiled_losses_are_the_losses(data, tmp_path):
     assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in plain], rel=1e-3)
 
 
-# Repeated and continued
-
-
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """What a run of eight steps leaves."""
@@ -317,9 +311,6 @@ def test_latest_is_the_newest_checkpoint_at_the_end(data, tmp_path, call, monkey
     assert flushed.index("metrics.jsonl") < flushed.index("model.safetensors")
 
 
-# Another run in the folder
-
-
 @pytest.fixture(scope="module")
 def unfinished(data, tmp_path_factory):
     """The command line's run, stopped at step 4 of 8."""
@@ -367,9 +358,6 @@ def test_what_a_run_left_without_its_description_is_not_taken_over(left, data, t
     assert [path.name for path in out.iterdir()] == [left]
 
 
-# Numbers that go bad
-
-
 @pytest.mark.parametrize(("value", "place", "micro_batch", "clipping"), [
     (math.nan, "loss", 0, {}), (math.inf, "gradient norm", 1, {"clip_scope": "global"}),
     (math.nan, "gradient norm", 1, {"clip": None})])
@@ -400,9 +388,6 @@ def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, call):
     code, _, err = call(*command(data, out, steps=1, save_every=1, learning_rate=1e39, warmup_steps=0))
     assert code == 5 and "error: the weights are not finite: step 1; there is no checkpoint yet; try a l" in err
     assert not list(out.glob("step-*")) and not (out / "result.json").exists()
-
-
-# The environment
 
 
 class CompilerError(RuntimeError):
@@ -478,8 +463,6 @@ def test_a_damaged_newest_checkpoint_costs_a_warning_and_damage_of_all_ends_the_
     assert_refused(*call(*command(moved, tmp_path / "all", steps=8))[::2], 4, "a checkpoint of another run: ")
     caplog.clear()
 
-
-# Losses that stay what they are
 
 GOLDEN_MODELS = {"flash": {}, "flash-quad": {"chunk_size": None},
                  "transformer++": {"chunk_size": None, "n_heads": 2, "query_key_dim": 128}}

@@ -75,9 +75,6 @@ def refused(function, *arguments):
     return str(caught.value)
 
 
-# What is saved
-
-
 def test_what_is_saved_is_there_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path):
     values = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-45])
     odd = {"nan": (torch.arange(2**16).to(torch.int32) << 16).view(torch.float32), "values": values,
@@ -128,9 +125,6 @@ def test_tensors_must_match_exactly(tmp_path):
         assert found.startswith(f"weights that are not finite: {tmp_path}: w;")
 
 
-# Which one counts
-
-
 def test_the_newest_valid_ones_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=3)
@@ -168,9 +162,6 @@ def test_a_valid_checkpoint_that_is_there_already_is_trusted_and_another_runs_ne
     with pytest.raises(CheckpointError, match=f"run '{RUN}', this run is 'other'"):
         checkpoint.save(tmp_path, 2, run="other", keep=1, **state(2))
     assert contents(tmp_path / "step-00000002") == before
-
-
-# Crashes and power losses: what is there before, and the save that dies.
 
 
 def two(run_dir):
@@ -221,9 +212,6 @@ def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, never_f
     assert outcomes == [old] * new + [step] * (last - new)
 
 
-# Damage
-
-
 def test_any_damage_is_refused_and_the_checkpoint_before_it_counts(tmp_path):
     other = contents(save(tmp_path, 1))
     path = save(tmp_path, 2)
@@ -269,9 +257,6 @@ def test_a_manifest_that_is_none_or_of_a_newer_version_is_refused(tmp_path):
             assert MANIFEST in refused(check, path) or "model.json" in refused(check, path), forged
 
 
-# Saves that fail
-
-
 @pytest.mark.parametrize(("number", "lasting"), [(errno.ENOSPC, True), *rest((errno.EIO, False))])
 def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, never_flush, number, lasting):
     """Each operation of a save fails, once or from then on; removals work on a full disk."""
@@ -315,9 +300,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     for function in (lambda path: save(path, 1), lambda path: lock(path).__enter__()):
         with pytest.raises(ResourceError, match="file/run"):
             function(tmp_path / "file" / "run")
-
-
-# The lock
 
 
 def test_a_second_holder_is_told_who_holds_the_run(tmp_path):

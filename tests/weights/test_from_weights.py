@@ -56,9 +56,6 @@ def begun(root: Path, out: Path, stop_at: int | None = None, **changes: object) 
                              **changes}, device="cpu", on_step=on_step, stop=stop)
 
 
-# Weights
-
-
 def test_the_first_loss_is_that_of_the_weights_and_the_rest_begins_anew(root: Path, tmp_path: Path) -> None:
     begun(root, tmp_path / "new", warmup_steps=2, rope_base=1000.0, context=64)
     model, _, facts = load_model(root / "run")
@@ -152,9 +149,6 @@ def test_no_field_changes_shapes_unseen() -> None:
         check_shapes(quad, replace(quad, context=256, attn_scale_len=128))
 
 
-# More steps
-
-
 @pytest.mark.parametrize("how", [{"warmup_steps": 1, "schedule": "wsd", "decay_share": 0.5}, {"warmup_steps": 2}])
 def test_more_steps_are_those_of_a_run_that_had_them(root: Path, tmp_path: Path, how: dict[str, object]) -> None:
     common = {**how, "save_every": 1, "eval_every": 2}
@@ -177,9 +171,6 @@ def test_a_learning_rate_that_has_fallen_cannot_be_given_more_steps(root: Path, 
                                          r"fallen, by schedule = \w+. Give another --out, and begin anew with --from "):
         begun(root, tmp_path / "run", steps=8, warmup_steps=1, save_every=1, **changes)
     assert_same(tmp_path / "run", left)
-
-
-# Schedules
 
 
 @settings(max_examples=60)
@@ -206,9 +197,6 @@ def test_the_warm_up_is_the_papers_or_a_fifth_of_the_run_or_that_of_the_run_that
     assert lineartime.train({**given, "steps": 2}, device="cpu").already
     with pytest.raises(UsageError, match="another run is here"):  # of more steps, a warm-up among them
         lineartime.train({**given, "steps": 1}, device="cpu")
-
-
-# Mixtures
 
 
 @settings(max_examples=60)

@@ -137,8 +137,7 @@ def test_texts_give_texts_and_ids_give_ids() -> None:
             generate(model, wrong, tokenizer=None if wrong is texts else tokenizer, max_new_tokens=1)
 
 
-PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [7, 0, 8]]
-"""At different places of their chunks; one has begun a second document."""
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [7, 0, 8]]  # at different places of their chunks; one has begun a second document
 NO_GRAPH = [name for name in BOTH_GRIDS if name.startswith("combiner")]
 GROWING = [name for name in BOTH_GRIDS if name.startswith(("transformer", "flash-quad", "hybrid"))]
 
