@@ -208,7 +208,9 @@ def test_trl_fine_tunes(how, tmp_path):
                          train_dataset=Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer)
     assert next(iter(trainer.train_dataset))["input_ids"][-1] == tokenizer.eos_token_id  # which it writes as text
     found = losses(trainer)
-    assert 4.4 < found[0] < 4.9 and (lora is not None or found[-1] < found[0] - 1)
+    own = [token_losses(opened()[0].model, torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]])).mean()
+           for text in TEXTS[:3]]
+    assert min(own) < found[0] < max(own) and (lora is not None or found[-1] < found[0] - 1)
 
 
 def test_trl_prefers(tmp_path):
@@ -219,7 +221,7 @@ def test_trl_prefers(tmp_path):
     pairs = {"prompt": ["Reader, I"] * 8, "chosen": [" married him."] * 8, "rejected": [" ate a hat."] * 8}
     found = losses(DPOTrainer(model, opened()[0], arguments(DPOConfig, tmp_path, max_length=64),
                               train_dataset=Dataset.from_dict(pairs), processing_class=tokenizer))
-    assert found[0] == pytest.approx(0.6931, abs=1e-3) and found[-1] < 0.1
+    assert found[0] == pytest.approx(0.6931, abs=1e-3) and found[-1] < 0.1733  # a quarter
 
 
 def test_lm_eval_rolls_the_likelihood_of_a_text():
