@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
-import onnxruntime_genai as genai
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ import lineartime
 from lineartime.base.errors import UsageError
 from lineartime.config import FLASH
 from lineartime.model.language_model import token_losses
-from lineartime.use.onnx_folder import loss_of, make_graph
 
 pytestmark = pytest.mark.ecosystem
 PLUS = {"key_conv": 3, "linear_gate": True, "chunk_pooling": "written", "document_grid": "own"}
@@ -49,6 +46,8 @@ def small(tmp_path_factory):
 
 
 def test_genai_writes_the_same_tokens_over_edges_of_chunks_in_unequal_rows(small):
+    import onnxruntime_genai as genai
+
     folder, prompts, wanted, *_ = small
     options = genai.GeneratorParams(model := genai.Model(str(folder)))
     options.set_search_options(max_length=1000, do_sample=False, batch_size=3)
@@ -76,6 +75,10 @@ def test_the_lines_of_the_readme_run_and_so_does_the_runtime_of_browsers(small, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_cut_and_any_padding_give_the_logits_of_whole_rows(kind, monkeypatch):
     """Rows have several documents. Counters take two digits, calls several parts."""
+    import onnxruntime
+
+    from lineartime.weights.onnx_graph import make_graph
+
     monkeypatch.setattr("lineartime.weights.onnx_graph.DIGIT", 16)
     monkeypatch.setattr("lineartime.weights.onnx_graph.TOGETHER", 7)
     draw, lengths, read = np.random.default_rng(1), [150, 97, 40], [0, 0, 0]
@@ -103,6 +106,8 @@ def test_any_cut_and_any_padding_give_the_logits_of_whole_rows(kind, monkeypatch
 
 def test_a_field_is_exact_or_refused():
     """Each field of a model by itself: none is left out without a word."""
+    from lineartime.use.onnx_folder import loss_of, make_graph
+
     refused = {"activation": "gelu", "gate": False, "document_mask": "paper", "overlap": True, "chunk_parts": "local",
                "attn_kernel": "softmax", "causal": False, "n_heads": 2, "token_shift": True, "attn_type": "quadratic",
                "layers": ("gau", "gau_quadratic")}
@@ -122,6 +127,8 @@ def test_a_field_is_exact_or_refused():
 
 
 def test_8_bits_keep_the_loss(small):
+    from lineartime.use.onnx_folder import loss_of, make_graph
+
     *_, model, _, ids = small
     ids_1T, graph = torch.tensor([ids[:2048]]), make_graph(model, int8=True)
     loss = token_losses(model, ids_1T).mean().item()
