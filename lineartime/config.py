@@ -524,6 +524,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "full_attention_interval": (0, "name the layers, such as layers = gau,gau,gau_quadratic"),
     "window_tokens": (None, f"activation_checkpointing = true is what there is now, or {GO_BACK}")}
 """Fields that are gone: the value without effect, and what to do about another value."""
+REMOVED_AT_START = ("linear_scale_init", "local_scale_init", "keys_start_as_queries")
+"""The removed fields that chose initial values: weights that are there do not need them."""
 
 
 def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lineartime.base.errors import CheckpointError, UsageError, found_in, raised
 from lineartime.base.files import damaged, json_sha256, read_json, read_json_lines, read_text, write_json
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import Name, cached, is_address, reading, store_of
-from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, TrainConfig, stored_config, to_dict
+from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, TrainConfig, stored_config, to_dict
 
 RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
 """What a run is, the numbers of its steps, and its scores at the end."""
@@ -141,7 +141,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
 
 def model_config_of(fields: dict[str, Any]) -> ModelConfig:
     """The model that the fields of a `config.json` describe. Raises as `stored_config` does."""
-    kept = (*MODEL_FIELDS, *REMOVED)
+    kept = {*MODEL_FIELDS, *REMOVED} - {*REMOVED_AT_START}
     return stored_config(ModelConfig(), {name: value for name, value in fields.items() if name in kept})
 
 

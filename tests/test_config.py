@@ -274,11 +274,13 @@ def test_every_field_reads_back_from_text():
 def test_a_removed_setting_is_dropped_if_it_had_no_effect_and_else_named(monkeypatch):
     stored_config, removed = lineartime.config.stored_config, lineartime.config.REMOVED
     monkeypatch.setitem(removed, "gone", (None, "go back"))
+    monkeypatch.setitem(removed, "start", (0, "go back"))
+    monkeypatch.setattr("lineartime.folders.REMOVED_AT_START", ("start",))
     assert stored_config(TrainConfig(), {"steps": 20_000, "gone": None}) == TrainConfig(steps=20_000)
     for config in (TrainConfig(), ModelConfig()):
         with pytest.raises(CheckpointError, match=r"^a setting that is gone: gone = 2; go back$"):
             stored_config(config, {"gone": 2})
-    stored = {"model_type": "lineartime", "gone": None}
+    stored = {"model_type": "lineartime", "gone": None, "start": 3}
     assert model_config_of(stored) == ModelConfig()
     with pytest.raises(CheckpointError, match="gone"):
         model_config_of(stored | {"gone": 2})
