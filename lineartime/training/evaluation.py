@@ -15,7 +15,7 @@ from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks, gather_rows
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
-from lineartime.data.tokenizer import TOKENIZER_FILE
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, row_starts, words_and_bytes
 from lineartime.model.language_model import LanguageModel, SpanModel, masked_token_losses, token_losses
 from lineartime.training.masking import masked_rows
@@ -77,11 +77,17 @@ def load_with_split(run: Path, data: Name,
     a model that answers questions and data of another tokenizer; and as `load_model` does."""
     model, tokenizer, facts = load_model(run)
     require(not isinstance(model, SpanModel), "this model answers questions", run, "evaluate it with --questions FILE")
+    return model, split_of_tokenizer(data, split, tokenizer, facts), facts
+
+
+def split_of_tokenizer(data: Name, split: str, tokenizer: Tokenizer, facts: dict[str, Any]) -> TokenStream:
+    """A split that a model's tokenizer made. facts: of `load_model`. Raises UsageError for data of
+    another tokenizer."""
     stream = open_split(data, split)
     require(stream.tokenizer_sha256 == tokenizer.sha256, "the run and the data have different tokenizers",
             f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
             f"prepare the data with --tokenizer {facts['checkpoint']}/{TOKENIZER_FILE}")
-    return model, stream, facts
+    return stream
 
 
 @torch.no_grad()  # not `inference_mode`: FSDP2 keeps what a sharded model gathers here, and training writes into it

@@ -18,7 +18,7 @@ from lineartime.base.stores import Name, exists, is_address, uploaded
 from lineartime.data.tokenizer import PAD, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from lineartime.folders import CONFIG_FILE
 from lineartime.model.language_model import LanguageModel, token_losses
-from lineartime.training.evaluation import load_with_split
+from lineartime.training.evaluation import split_of_tokenizer
 from lineartime.weights.checkpoint import write_file
 from lineartime.weights.load import load_model
 from lineartime.weights.onnx_graph import make_graph
@@ -37,8 +37,8 @@ def export_onnx(run: Path, out: Name, *, data: Name | None, int8: bool) -> tuple
     data: prepared text; the README then has the loss on its validation split, of the graph and of
     the float32 weights. Raises UsageError if `out` exists, and as `make_graph` and `load_model`."""
     require(not exists(out, ResourceError), "the output exists already", str(out), "choose another or delete it")
-    model, tokenizer, _ = load_model(run)
-    stream, words = None if data is None else load_with_split(run, data)[1], ""
+    model, tokenizer, facts = load_model(run)
+    stream, words = None if data is None else split_of_tokenizer(data, "validation", tokenizer, facts), ""
     graph = make_graph(model, int8)
     if stream is not None:
         n_scored = min(len(stream) - 1, model.config.max_len or N_SCORED, N_SCORED)
