@@ -101,16 +101,18 @@ class ModelConfig:
         check_fields(self)
         check_bounds(self)
         object.__setattr__(self, "of_hybrid", tuple(dict.fromkeys(map(self.of_layer, self.layers))))
-        for rules in (self._chunk_rules, self._layer_rules):
+        for rules in (self._use_rules, self._chunk_rules, self._layer_rules):
             check_rules(self, rules())
 
-    def _chunk_rules(self) -> Iterator[Rule]:
-        """What is wrong with options that are for some models alone; with chunks, masks of
-        documents, and layers over the whole row."""
+    def _use_rules(self) -> Iterator[Rule]:
+        """Options that are for some models alone."""
         for names, models, is_one, where, todo in ONLY_FOR:
             for name in names:
                 is_set = getattr(self, name) != getattr(ModelConfig, name)
                 yield is_set and not is_one(self), f"{name} is for {models}", where.format(name), todo
+
+    def _chunk_rules(self) -> Iterator[Rule]:
+        """What is wrong with chunks, masks of documents, and layers over the whole row."""
         yield (self.attn_type in IN_CHUNKS and (self.chunk_size or 0) < 1, "this attention needs a chunk size",
                "attn_type chunk_size", "try chunk_size = 256")
         has_paper_mask, is_learned = self.document_mask == "paper", self.chunk_pooling == "attention"

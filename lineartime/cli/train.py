@@ -141,7 +141,7 @@ def train(
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
     """Print what a run will read and make, unless it is complete."""
-    from lineartime.data.tokens import read_mixture
+    from lineartime.data.mixture import read_mixture
     from lineartime.model.language_model import number_of_parameters
 
     there = folders.saved_run(Path(config.out)).get("train", {"steps": config.train.steps})
@@ -169,7 +169,7 @@ def tokens_of(manifests: "list[Manifest]", split: str) -> int:
 
 def say_trained(done: "TrainResult", n_held_out: int) -> None:
     """Print the scores, the sample and the files of a run."""
-    from lineartime.data.tokens import read_mixture
+    from lineartime.data.mixture import read_mixture
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))

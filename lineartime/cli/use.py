@@ -75,7 +75,8 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def scored_text(run: Path, data: str, options: EvaluateOptions) -> tuple[dict[str, Any], list[str]]:
     """The scores of a split of prepared text, and lines that tell a person."""
-    from lineartime.data.tokens import read_manifest, read_mixture
+    from lineartime.data.mixture import read_mixture
+    from lineartime.data.tokens import read_manifest
 
     require(len(read_mixture(data)) == 1, "evaluate scores one text", data, "give one of its folders")
     read_manifest(data)  # refuses what is not prepared text, before torch is imported
@@ -332,7 +333,7 @@ def export(
     run: Annotated[str, "A run of `lineartime train`.", "RUN"],
     out: Annotated[str, "New folder for the model, or its address in a store."],
     data: Annotated[str | None, "Prepared text for the card's scores, or its address; by default the folder that the "
-                    "run was trained on."] = None,
+                    "run was trained on, with onnx none."] = None,
     about: Annotated[str | None, "Markdown file with which the model card begins, or its address."] = None,
     to: Annotated[Literal["transformers", "onnx"], "What opens the folder: transformers and this package; or without "
                   "PyTorch onnxruntime-genai, transformers.js and onnxruntime-web."] = "transformers",

@@ -7,11 +7,7 @@
     .parquet        one in each row
 
 All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at
-its beginning and blank rows are left out. What is wrong is a DataError with line, row or byte.
-
-The paper's data sets as published: C4 (`allenai/c4`), gzipped lines of JSON with plain text;
-Wiki-40B (`google/wiki40b`), parquet with structure markers; PG-19, a `.txt` per book or the parquet
-of `emozilla/pg19`, with an official number of words."""
+its beginning and blank rows are left out. What is wrong is a DataError with line, row or byte."""
 
 import codecs
 import csv
@@ -28,6 +24,7 @@ from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_BYTES
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, file_blocks, is_address, opened, reading, size_of, unpacked
+from lineartime.data.corpora import wiki40b_text
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
@@ -36,7 +33,6 @@ MAX_LINE_BYTES = 64 << 20  # longest line of JSON, and longest field of a table
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 16 << 20
 """A file may have so many times its size of text, or so many characters, whichever is more."""
 BYTE_ORDER_MARK = "\ufeff"
-MARKER = re.compile("_START_(ARTICLE|SECTION|PARAGRAPH)_")  # of the structure of Wiki-40B
 LAST_WORD = re.compile(r"(?s:.*)[\S\x1c-\x1f](?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
 """All up to the last character that white space follows. Byte-level tokenizers cut between the two.
 Unlike Python they do not count \\x1c to \\x1f as white space."""
@@ -72,7 +68,7 @@ def kind_of(name: Name) -> str:
 
 
 def is_token_file(name: Name) -> bool:
-    """Whether a name is that of a file of tokens, which `units` reads."""
+    """Whether a name is that of a file of tokens, which `token_files` reads."""
     return str(name).endswith((".ds", ".bin"))
 
 
@@ -115,39 +111,6 @@ def read_pieces(name: Name, *, field: str = "text", task: str | None = None) -> 
             with raised_as(DataError, "not a Wiki-40B article", where, ValueError):
                 text = wiki40b_text(text)
         yield from pieces_of("" if text.isspace() else text)
-
-
-def wiki40b_text(text: str) -> str:
-    """Plain text of a Wiki-40B article, with every word and without markers.
-
-    A marker begins a part: `_START_ARTICLE_` the title, `_START_SECTION_` a heading,
-    `_START_PARAGRAPH_` paragraphs, in which `_NEWLINE_` is a line feed. Each part is stripped of
-    white space; empty parts are left out. A paragraph that follows its heading begins on the next
-    line; a blank line separates all other parts:
-
-        Title                       _START_ARTICLE_
-                                    Title
-        First paragraph.            _START_PARAGRAPH_
-        Second paragraph.           First paragraph._NEWLINE_Second paragraph.
-                                    _START_SECTION_
-        Heading                     Heading
-        More text.                  _START_PARAGRAPH_
-                                    More text.
-
-    Some languages are published as Python literals of bytes, b'\\n_START_ARTICLE_...', which are
-    decoded. Raises ValueError for a text without a marker that is not blank."""
-    if text.startswith(("b'", 'b"')) and text.endswith(text[1]):
-        text = text[2:-1].encode("ascii").decode("unicode_escape").encode("latin-1").decode("utf-8")
-    written, *marked = (each.replace("_NEWLINE_", "\n").strip() for each in MARKER.split(text))
-    if not marked and text.strip():
-        raise ValueError("no structure marker such as _START_ARTICLE_")
-    last = ""
-    for part, content in zip(marked[::2], marked[1::2], strict=True):
-        if content and written:
-            written += "\n" if (last, part) == ("SECTION", "PARAGRAPH") else "\n\n"
-        if content:
-            written, last = written + content, part
-    return written
 
 
 def cut_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:

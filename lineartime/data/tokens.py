@@ -6,20 +6,12 @@ tokens as uint64 (`train-documents.bin`). A split is one stream
 
     [EOD] document 1 [EOD] document 2 [EOD] ... document n [EOD]
 
-in which every token but the first is a target once. Document i lies between [EOD] i and i + 1.
-
-Which row of which prepared text each row of training is, as with `--data books:0.7,wiki:0.3`: after
-any number of rows each text has given its share to within one row. Which text comes next depends on
-the shares alone; the order within a text is drawn for each epoch. Both are functions of a row's
-number, so a run goes on at any step and on any number of ranks."""
+in which every token but the first is a target once. Document i lies between [EOD] i and i + 1."""
 
 import functools
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from fractions import Fraction
-from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +21,13 @@ from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_LINES_BYTES, json_sha256, write_atomically
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, joined, read_all, size_of
+from lineartime.data.corpora import published_words
+from lineartime.data.mixture import orders, places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"
 HASHED_BYTES = 256 << 20  # data of fewer bytes are compared by SHA-256 whenever they are opened
-PG19 = ((28_602, 1_973_136_207), (50, 3_007_061), (100, 6_966_499))
-"""Books and words of the train, validation and test split of PG-19, as published."""
-PG19_TOLERANCE = 0.02
-SEVERAL = re.compile(r"[^,]+:[0-9.]+(,[^,]+:[0-9.]+)*")
-LONGEST_PERIOD = 100_000
 
 
 @dataclass
@@ -158,13 +147,6 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
-def published_words(documents: int, words: int) -> int | None:
-    """The official number of words of the PG-19 split with these counts; None for any other text.
-    Books are equal in number, words within 2%: copies differ in line ends and headers."""
-    return next((official for books, official in PG19
-                 if documents == books and abs(words - official) <= PG19_TOLERANCE * official), None)
-
-
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
@@ -252,71 +234,6 @@ def words_and_bytes(stream: TokenStream, context: int, starts: tuple[int, ...]) 
             before = max(begin, first - 16)  # enough for whole characters, which have at most four tokens
             total += counts(before, stop, begin, end) - counts(before, first, begin, end)
     return int(total[0]), int(total[1])
-
-
-def read_mixture(text: str) -> dict[str, int]:
-    """The prepared folders that `text` names, in order, each with its number of rows in a period:
-    one by its path, or several as `FOLDER:SHARE,FOLDER:SHARE`; the shares' sum stands for all rows.
-    Raises UsageError for a share that is missing, not positive, or has more digits than a period of
-    100,000 rows can keep, and for a folder named twice."""
-    if not SEVERAL.fullmatch(text) or Path(text).is_dir():
-        require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
-        return {text: 1}
-    named = [word.strip().rpartition(":")[::2] for word in text.split(",")]
-    require(len(dict(named)) == len(named), "a folder is named twice", text, "add its shares")
-    require(all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", share) and float(share) > 0 for _, share in named),
-            "a share is a positive number", text, "such as a:0.7,b:0.3")
-    shares = [Fraction(share) for _, share in named]
-    whole = [int(share * lcm(*(each.denominator for each in shares))) for share in shares]
-    weights = {folder: n // gcd(*whole) for (folder, _), n in zip(named, whole, strict=True)}
-    require(sum(weights.values()) <= LONGEST_PERIOD, "the shares have too many digits", text, "round them to three")
-    return weights
-
-
-@functools.cache
-def order_of(weights: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The text of each row of a period, and the number of the row among those of its text.
-
-    Row n of a text with weight w of W may come from row n W / w on, and is due before row (n + 1) W
-    / w. Of the texts whose next row may come, the one due first comes; so none is late."""
-    total, given, order = sum(weights), [0] * len(weights), []
-    for row in range(total):
-        _, k = min((-(-(n + 1) * total // w), k) for k, (n, w) in enumerate(zip(given, weights, strict=True))
-                   if n * total // w <= row)
-        order.append((k, given[k]))
-        given[k] += 1
-    return order
-
-
-def place_of(row: int, weights: tuple[int, ...]) -> tuple[int, int]:
-    """The text of a row, counted from the first of training, and the row's number in its text."""
-    period, at = divmod(row, sum(weights))
-    k, number = order_of(weights)[at]
-    return k, period * weights[k] + number
-
-
-def places_of_step(n_rows: Sequence[int], weights: tuple[int, ...] = (1,), *, seed: int, step: int,
-                   rows_per_step: int) -> list[tuple[int, int, int]]:
-    """Text, epoch and number of each row of a training step, for texts that have so many rows. An
-    epoch of a text takes each of its rows once, in its own order."""
-    places = []
-    for row in range(step * rows_per_step, (step + 1) * rows_per_step):
-        k, number = place_of(row, weights)
-        epoch, index = divmod(number, n_rows[k])
-        places.append((k, epoch, int(orders(seed, n_rows[k])(epoch)[index])))
-    return places
-
-
-@functools.lru_cache(maxsize=64)
-def orders(seed: int, n_rows: int) -> Callable[[int], np.ndarray]:
-    """A function that gives the order of a text's rows in an epoch, a permutation [n_rows]. It is
-    made of raw Philox numbers, which numpy promises not to change, unlike its `permutation`."""
-    @functools.lru_cache(maxsize=2)
-    def order(epoch: int) -> np.ndarray:
-        key = np.array([seed % 2**64, epoch], np.uint64)
-        return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
-
-    return order
 
 
 @dataclass(frozen=True)

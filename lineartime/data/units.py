@@ -1,30 +1,22 @@
-"""Units of work: a few million bytes of a split, tokenised by one process; and token files that
-other programs wrote, so that nobody who has tokens must tokenise again.
-
-    datatrove    FILE.ds: ids as uint16 or uint32. FILE.ds.index: where each document ends, uint64.
-                 FILE.ds.metadata: its first line ends with "|" and the bytes per id, 2 or 4
-    Megatron-LM  FILE.bin: ids. FILE.idx: their type; the length of each document, int32"""
+"""Units of work: a few million bytes of a split, tokenised by one process."""
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lineartime.base.errors import DataError, LineartimeError
-from lineartime.base.stores import Name, exists, opened, read_all, reading, size_of
 from lineartime.data.read_text import Read, is_token_file, pieces_of
 from lineartime.data.sources import Source
+from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 
 ROW = np.dtype(("<u8", 5))  # ids, words, bytes and hash of a part, which add up, and whether its document ends
 LINE_SEARCH = 1 << 16  # a single document is cut at a line that begins within this many characters
 PART_BYTES = 64  # what a part takes in memory beside its text, at least
-MEGATRON = b"MMIDIDX\x00\x00"
-MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class Part(NamedTuple):
@@ -172,33 +164,3 @@ def cut_document(path: str, share: float, folder: Path, read: Read) -> list[Sour
         validation.write(rest[line:])
         validation.writelines(pieces)
     return parts
-
-
-def read_token_file(name: Name) -> Iterator[np.ndarray]:
-    """The ids of each document of a token file that has any. Raises DataError for a file without
-    its index, or with one that does not fit it."""
-    dtype, lengths_D = _described(str(name))
-    with reading(name), opened(name) as file:
-        for n_ids in lengths_D[lengths_D > 0].tolist():
-            yield np.frombuffer(file.read(n_ids * dtype.itemsize), dtype)
-
-
-def _described(name: str) -> tuple[Any, np.ndarray]:
-    """The type of a file's ids, and the length of each document in ids, int64."""
-    index_name = f"{name.removesuffix('.bin')}.idx" if name.endswith(".bin") else f"{name}.index"
-    index = read_all(index_name)
-    try:
-        if name.endswith(".bin"):
-            dtype = np.dtype(MEGATRON_DTYPES[index[17] if index.startswith(MEGATRON) else 0])  # 0 is no type
-            lengths_D = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), 34).astype(np.int64)
-        else:
-            metadata = read_all(f"{name}.metadata") if exists(f"{name}.metadata") else b""
-            dtype = np.dtype("<u4" if re.match(rb"[^\n]*\|4\s*$", metadata, re.MULTILINE) else "<u2")
-            ends_D = np.frombuffer(index, "<u8").astype(np.int64)
-            lengths_D = ends_D - np.concatenate([[0], ends_D[:-1]])
-        fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size_of(name)
-    except (IndexError, KeyError, OverflowError, ValueError):
-        fits = False
-    if not fits:
-        raise DataError("not an index of these tokens", index_name, "copy both files again")
-    return dtype, lengths_D

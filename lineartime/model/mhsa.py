@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from lineartime.base.settings import require
 from lineartime.config import COMBINER, MC_TFM_PLUS_PLUS, PERFORMER, TRANSFORMER_PLUS_PLUS, ModelConfig, layer_config
 from lineartime.model.attention.combiner import Combiner
+from lineartime.model.attention.mixed_chunk import MixedChunk
 from lineartime.model.attention.performer import Performer
-from lineartime.model.attention.quadratic import MixedChunk, ReluSquared, Softmax
+from lineartime.model.attention.quadratic import ReluSquared, Softmax
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.extend import empty_cache
 from lineartime.model.gau_options import KeyConv, WriteGate

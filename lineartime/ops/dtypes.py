@@ -1,7 +1,4 @@
-"""The dtypes of sums and matmuls, and the bytes of tensors."""
-
-import hashlib
-from collections.abc import Mapping
+"""The dtypes of sums and matmuls."""
 
 import torch
 from torch import Tensor
@@ -37,17 +34,3 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 def autocast_off(x: Tensor) -> torch.autocast:
     """A context without autocast on the device of `x`. The meta device has none."""
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on any device."""
-    whole = tensor.detach().cpu().contiguous()  # one number is contiguous at any stride, but `view` needs stride 1
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def tensors_sha256(named: Mapping[str, Tensor], text: str = "") -> str:
-    """The hash of a text and of tensors on any device, in their order."""
-    digest = hashlib.sha256(text.encode())
-    for tensor in named.values():
-        digest.update(bytes_of(tensor))
-    return digest.hexdigest()

@@ -31,7 +31,8 @@ from lineartime.training.run_config import RunConfig, config_for_data
 from lineartime.training.runtime import StopSignal, available_bytes, peak_bytes
 from lineartime.weights.checkpoint import read_parts
 from lineartime.weights.generation.generate import generate
-from lineartime.weights.load import check_shapes, find_weights
+from lineartime.weights.load import find_weights
+from lineartime.weights.transfer import check_shapes
 from lineartime.weights.transformers_files import tokenizer_files
 
 SAMPLE_FILE = "sample.txt"

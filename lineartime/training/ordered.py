@@ -41,6 +41,10 @@ class ParameterPart(NamedTuple):
     by_muon: bool = False  # whether Muon updates it: one rank has the whole matrix, the others nothing
 
     @property
+    def place(self) -> tuple[torch.Size, int, int]:
+        return self.parameter.shape, self.start, self.stop
+
+    @property
     def moments(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.by_muon else ("exp_avg", "exp_avg_sq")
 

@@ -95,7 +95,7 @@ class Run:
         # The weights that this rank holds: all of them, or its parts of a sharded model.
         newest = checkpoint.newest(self.out, self.ranks)
         held = parts if self.config.train.shard else parameter_parts(model)
-        wanted: Wanted = {part.name: (part.parameter.shape, part.start, part.stop) for part in held}
+        wanted: Wanted = {part.name: part.place for part in held}
         step = 0
         if newest is not None:
             require(newest.run == self.id, "a checkpoint of another run", newest.path, "move it away", CheckpointError)
@@ -114,8 +114,7 @@ class Run:
                      optimizer: torch.optim.AdamW) -> None:
         """Give the optimizer its state in the form that its first step makes."""
         moments = checkpoint.read_parts(saved.path, folders.OPTIMIZER, {
-            f"{kind}.{part.name}": (part.parameter.shape, part.start, part.stop)
-            for part in parts for kind in part.moments})
+            f"{kind}.{part.name}": part.place for part in parts for kind in part.moments})
         with torch.no_grad():
             for part in parts:
                 state = {"step": torch.tensor(float(saved.step), device=part.updated.device)}

@@ -14,8 +14,9 @@ from lineartime.base.settings import field_text, require
 from lineartime.base.stores import Name, exists, is_address, uploaded
 from lineartime.base.words import Progress, code_block, in_markdown, installed_version, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig
+from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import Manifest, open_data, read_manifests, read_mixture, sha256_of
+from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_of
 from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, model_config_json, read_run, shipped_models
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data
@@ -64,12 +65,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
             n_documents[split] = sum(manifest.splits[split].documents for manifest in manifests)
     sample = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
                       temperature=SAMPLE_TEMPERATURE)[0] if model.decodes else None
-    card.append(card_scores(model.config, n_documents, scores))
-    if sample is not None:
-        card.append(f"## Sample\n\nThe first {SAMPLE_TOKENS} tokens from the beginning of a document at temperature "
-                    f"{SAMPLE_TEMPERATURE} with seed 0, not chosen:\n\n{code_block(sample, 'text')}")
-    card.append(f"<sub>Made by `lineartime export` on {time.strftime('%Y-%m-%d', time.gmtime())}: "
-                f"torch {torch.__version__}; lineartime {installed_version()}.</sub>\n")
+    card += [card_scores(model.config, n_documents, scores), card_end(sample)]
     return scores, write_folder(out, model, tokenizer, "\n\n".join(card))
 
 
@@ -159,3 +155,13 @@ def card_scores(config: ModelConfig, n_documents: dict[str, int], scores: dict[s
              *([name, *map(text.format, scores.values())] for name, text in kinds.items())]
     return ("## Held-out scores\n\nOf the weights in this folder, in float32 arithmetic, every token once, in rows of "
             f"{config.context:,}.\n\n{markdown(['', *scores], lines, n_words=1)}")
+
+
+def card_end(sample: str | None) -> str:
+    """How a model that decodes begins a document, and the versions that made the card."""
+    made = (f"<sub>Made by `lineartime export` on {time.strftime('%Y-%m-%d', time.gmtime())}: "
+            f"torch {torch.__version__}; lineartime {installed_version()}.</sub>\n")
+    if sample is None:
+        return made
+    return (f"## Sample\n\nThe first {SAMPLE_TOKENS} tokens from the beginning of a document at temperature "
+            f"{SAMPLE_TEMPERATURE} with seed 0, not chosen:\n\n{code_block(sample, 'text')}\n\n{made}")

@@ -29,7 +29,7 @@ from lineartime.base.files import damaged, fsync, hashed_stream, locked, read_by
 from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.settings import require
 from lineartime.base.stores import is_as_written
-from lineartime.ops.dtypes import bytes_of
+from lineartime.base.tensor_bytes import bytes_of
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lineartime.data.tokens
+import lineartime.data.corpora
 from command_line import Call, assert_refused
 from fake_hub import Hub
 from lineartime.base.errors import UsageError
+from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
-from lineartime.data.read_text import wiki40b_text
-from lineartime.data.tokens import PG19, Manifest, open_split, published_words
+from lineartime.data.tokens import Manifest, open_split
 from text_files import documents_of, make
 from tiny_runs import command
 
@@ -86,7 +86,7 @@ def test_a_split_is_the_published_one_by_its_books_and_about_its_words() -> None
 
 def test_evaluate_divides_by_the_published_words(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if PG-19's validation split had been published with 2 books and 101 words."""
-    monkeypatch.setattr(lineartime.data.tokens, "PG19", ((2, 101),))
+    monkeypatch.setattr(lineartime.data.corpora, "PG19", ((2, 101),))
     texts = {"train": ["some words of a book " * 60], "validation": ["a " * 60, "b " * 40], "test": ["a " * 100]}
     data, run = tmp_path / "data", tmp_path / "run"
     make(tmp_path / "pg19", {f"{split}.parquet": column for split, column in texts.items()})

@@ -8,9 +8,9 @@ import torch
 
 from lineartime.base.errors import DataError, UsageError
 from lineartime.data.prepare import prepare
+from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.data.tokens import Rows, batch_rows
-from lineartime.data.units import read_token_file
 from text_files import contents, make
 
 TEXTS = ["The first document,\n naïve. ", "Another 東京 document", "A third"] * 5

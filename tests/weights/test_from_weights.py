@@ -18,14 +18,16 @@ from command_line import Call, assert_refused
 from lineartime.base.errors import Stopped, UsageError
 from lineartime.base.stores import hash_of
 from lineartime.config import TrainConfig
+from lineartime.data.mixture import order_of, place_of, read_mixture
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import batch_rows, open_data, open_split, order_of, place_of, read_mixture
+from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.folders import read_metrics, read_run
 from lineartime.training.language import TrainResult
 from lineartime.training.optimizers import learning_rate_at
 from lineartime.training.run_config import config_for_data, nearest_preset, run_config
 from lineartime.training.runtime import StopSignal
-from lineartime.weights.load import check_shapes, load_model
+from lineartime.weights.load import load_model
+from lineartime.weights.transfer import check_shapes
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left
 
 LEFT_OUT = ("n_layers", "d_model", "query_key_dim", "chunk_size", "warmup_steps")

@@ -15,11 +15,11 @@ from torch import Tensor
 from lineartime.base.errors import CheckpointError, raised_as
 from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
+from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.config import ModelConfig, to_dict
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layout import in_order, padding_last
-from lineartime.ops.dtypes import tensors_sha256
 
 Read = Callable[[Tensor, DecodeInputs], list[Tensor]]
 """What is computed of the next tokens' vectors: `[B, N, ...]` each."""

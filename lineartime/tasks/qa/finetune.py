@@ -24,12 +24,12 @@ from lineartime.base.files import json_sha256, write_json
 from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import hash_of
+from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.base.words import Progress
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
+from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import places_of_step
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.ops.dtypes import tensors_sha256
 from lineartime.tasks.pooling import padded_rows
 from lineartime.tasks.qa import spans
 from lineartime.tasks.qa.finetune_config import FineTuning
@@ -39,7 +39,8 @@ from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
 from lineartime.training.runtime import StopSignal, pick_device
 from lineartime.weights import checkpoint
-from lineartime.weights.load import copy_weights, load_model
+from lineartime.weights.load import load_model
+from lineartime.weights.transfer import copy_weights
 from lineartime.weights.transformers_files import tokenizer_files
 
 QUESTIONS_CONTEXT, ROWS_PER_STEP, WARMUP_SHARE, N_SCORINGS = 4096, 32, 0.1, 5
@@ -76,13 +77,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = folders.read_fine_tuning(out) if ranks.is_first and (out / folders.RESULT_FILE).exists() else None
         if (complete := gather_json(found, ranks)[0]) is not None:
-            stored = complete["fine_tuning"]
-            known = {"model": to_dict(stored_config(ModelConfig(), stored["model"])),  # an older one has other fields
-                     "train": {name: to_dict(stored_config(TrainConfig(), each))
-                               for name, each in stored["train"].items()}}
-            changed = different(stored | known, json.loads(json.dumps(settings)))
-            require(not changed, "another fine-tuning is here", str(out),
-                    f"{'; '.join(changed)}. Give another --out, or the same settings")
+            check_settings(complete["fine_tuning"], settings, out)
             if ranks.is_first:
                 point_to_best(out, complete)
             return {**complete, "already": True}
@@ -289,3 +284,12 @@ def point_to_best(out: Path, result: dict[str, Any]) -> None:
     best = result["best"]
     checkpoint.point(out / "best", Path(best) / "latest")
     checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)
+
+
+def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) -> None:
+    """Raise UsageError if the completed fine-tuning in `out` had other settings."""
+    known = {"model": to_dict(stored_config(ModelConfig(), stored["model"])),  # an older one has other fields
+             "train": {name: to_dict(stored_config(TrainConfig(), each)) for name, each in stored["train"].items()}}
+    changed = different(stored | known, json.loads(json.dumps(settings)))
+    require(not changed, "another fine-tuning is here", str(out),
+            f"{'; '.join(changed)}. Give another --out, or the same settings")
