@@ -23,6 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = LISTS.pop("shapes")  # type: ignore[assignme
 PEERS: dict[str, dict[str, Any]] = LISTS.pop("peers")  # type: ignore[assignment]
 LINEARTIME, BENCHMARKS = (sys.executable, "-m", "lineartime"), (sys.executable, "-m", "benchmarks")
 TOLD_EVERY_S = 30.0  # between two lines of a process's progress
+SAVE_S = 600.0  # a process's time to save when this one ends
 
 
 def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
@@ -61,27 +62,24 @@ def measure_call(name: str, arguments: Sequence[str], rows: Path) -> int:
     return code
 
 
-def end_with_parent(parent: int, number: int) -> None:
-    """Ask Linux to send this process a signal when its parent ends, so that it does not go on
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to send this process SIGTERM when its parent ends, so that it does not go on
     holding a run's lock; where the parent is gone already this process ends."""
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would take it and be gone after exec
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the parent's would take it and be gone after exec
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
 
-def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
-        stop: Callable[[], bool] = lambda: False, tell: Callable[[str], object] = lambda _: None,
-        threads: int | None = None) -> int:
-    """Run a command of this checkout, which ends with this process, however that ends; its exit
-    code. log: gets its output, in place of the terminal. save_s: seconds that it may take to save
-    when this process ends; 0: it is killed. stop: whether to ask it to save and end now, in its own
-    time. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
+def run(command: Sequence[str], log: Path | None = None, *, stop: Callable[[], bool] = lambda: False,
+        tell: Callable[[str], object] = lambda _: None, threads: int | None = None) -> int:
+    """Run a command of this checkout, which saves and ends with this process, however that ends;
+    its exit code. log: gets its output, in place of the terminal. stop: whether to ask it to save
+    and end now. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                  "PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    dies_with = partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL)
+    dies_with = partial(end_with_parent, os.getpid())
     with log.open("wb") if log else nullcontext() as out:
         process = subprocess.Popen(command, env=os.environ | variables, stdout=out, stderr=out, start_new_session=True,
                                    preexec_fn=dies_with)
@@ -97,14 +95,13 @@ def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
                 tell(last_line(log))
                 told = time.monotonic()
     finally:
-        if process.poll() is None and save_s:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(save_s)
-        if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SAVE_S)
+        with suppress(ProcessLookupError):  # the processes that it has left
             os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a signal that came inside `wait` may have left its lock held
-                process.wait(10)
+        with suppress(subprocess.TimeoutExpired):  # a signal that came inside `wait` may have left its lock held
+            process.wait(10)
     return process.returncode
 
 

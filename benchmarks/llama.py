@@ -1,6 +1,6 @@
 """llama.cpp beside ours: its library, called by ctypes, and a Llama with random weights that has as
-many parameters as a model of ours. Nothing here downloads anything. The library is had, built for
-all processors of x86-64, by
+many parameters as a model of ours, in a file that the package gguf writes. Nothing here downloads
+anything. The library is had, built for all processors of x86-64, by
 
     npm install --ignore-scripts --prefix out/llama @node-llama-cpp/linux-x64@3.22.1
 
@@ -8,7 +8,6 @@ all processors of x86-64, by
 
 import ctypes
 import os
-import struct
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import ROOT, Row
+from benchmarks.provenance import installed_version
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig
 from lineartime.model.language_model import number_of_parameters
 
 NAME, QUANTIZED = "llama.cpp", "q8_0"
-TYPES = {"float32": 0, "bfloat16": 30, QUANTIZED: 8}
-"""Types of matrices, and their numbers in a file. In q8_0 32 integers of 8 bits share a factor."""
+TYPES = {"float32": "F32", "bfloat16": "BF16", QUANTIZED: "Q8_0"}
+"""Types of matrices, and their names in gguf. In q8_0 32 integers of 8 bits share a factor."""
 GET = "npm install --ignore-scripts --prefix out/llama @node-llama-cpp/linux-x64@3.22.1 (or LLAMA_CPP=FOLDER)"
 READ_AT_ONCE = 256  # tokens of the state that a filled one repeats
 N_CTX, N_BATCH, N_SEQ_MAX = 0, 1, 3  # places among the first numbers of llama_context_params
@@ -65,6 +65,7 @@ def library() -> Any:
     folder = Path(os.environ.get("LLAMA_CPP") or ROOT / "out" / "llama")
     paths = [*folder.glob("**/libllama.*so*"), *folder.glob("**/libggml.*so*")]
     require(len(paths) == 2, "llama.cpp is not there, or there twice", folder, GET)
+    require(installed_version("gguf") is not None, "the package gguf is not there", NAME, "pip install 'gguf>=0.19'")
     llama, ggml = (ctypes.CDLL(str(path)) for path in paths)
     llama.llama_log_set(SILENT, None)
     ggml.ggml_backend_load_all_from_path(str(paths[1].parent).encode())
@@ -94,30 +95,24 @@ def shapes_of(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         f"blk.{i}.{name}.weight": shape for i in range(sizes["block_count"]) for name, shape in layer.items()}
 
 
-def model_file(sizes: dict[str, int], dtype: str) -> bytes:
-    """A Llama with random weights as a file of llama.cpp, GGUF: what it is, where its tensors are,
-    and the tensors, each at a multiple of 32 bytes."""
-    def text(words: str) -> bytes:
-        return struct.pack("<Q", len(words)) + words.encode()
+def write_model(path: str, sizes: dict[str, int], dtype: str) -> None:
+    """A Llama with random weights as a file of llama.cpp."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-    shapes, generator, data = shapes_of(sizes), np.random.default_rng(0), bytearray()
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), 3 + len(sizes))
-    head += text("general.architecture") + struct.pack("<I", 8) + text("llama")
-    head += text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("none")
-    head += text("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5)
-    head += b"".join(text(f"llama.{name}") + struct.pack("<II", 4, number) for name, number in sizes.items())
-    for name, shape in shapes.items():
-        kind = dtype if len(shape) == 2 else "float32"
-        x = generator.normal(0, 0.05, shape).astype(np.float32) if len(shape) == 2 else np.ones(shape, np.float32)
-        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], TYPES[kind], len(data))
-        if kind == "bfloat16":
-            x = (x.view(np.uint32) >> 16).astype(np.uint16)
-        if kind == QUANTIZED:
-            factor = np.abs(x.reshape(-1, 32)).max(1, keepdims=True) / 127
-            integers = np.rint(x.reshape(-1, 32) / factor).astype(np.int8)
-            x = np.concatenate([factor.astype(np.float16).view(np.int8), integers], 1)
-        data += x.tobytes() + bytes(-x.nbytes % 32)
-    return head + bytes(-len(head) % 32) + data
+    file, generator = GGUFWriter(path, "llama"), np.random.default_rng(0)
+    file.add_tokenizer_model("none")
+    file.add_layer_norm_rms_eps(1e-5)
+    for name, number in sizes.items():
+        file.add_uint32(f"llama.{name}", number)
+    for name, shape in shapes_of(sizes).items():
+        is_matrix = len(shape) == 2
+        kind = GGMLQuantizationType[TYPES[dtype if is_matrix else "float32"]]
+        x = generator.normal(0, 0.05, shape).astype(np.float32) if is_matrix else np.ones(shape, np.float32)
+        file.add_tensor(name, quants.quantize(x, kind), raw_dtype=kind)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
 
 
 def loaded(config: ModelConfig, dtype: str, room: int, n_rows: int = 1) -> tuple[int, Row]:
@@ -125,8 +120,7 @@ def loaded(config: ModelConfig, dtype: str, room: int, n_rows: int = 1) -> tuple
     with PyTorch's number of threads; and what its row says."""
     llama, sizes = library(), sizes_of(config)
     with tempfile.NamedTemporaryFile(prefix="lineartime-") as file:
-        file.write(model_file(sizes, dtype))
-        file.flush()
+        write_model(file.name, sizes, dtype)
         model = llama.llama_model_load_from_file(file.name.encode(), llama.llama_model_default_params())
     params = llama.llama_context_default_params()
     params.numbers[N_CTX], params.numbers[N_SEQ_MAX] = room * n_rows, n_rows

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -157,6 +158,16 @@ def add_times(times: Times, marks: Sequence[Mark]) -> None:
             passed["gpu_ms"] = event.elapsed_time(event_after)
         for clock, ms in passed.items():
             times.setdefault(clock, []).append(ms)
+
+
+def take_turn(call: Callable[[], Any], order: Row, times: Times, device: torch.device) -> Any:
+    """Call a function as an order says, see `Case`; returns what the last call gave."""
+    for timed in [False] * order["warm"] + [order["timed"]]:
+        wait(device)
+        before = mark(device)
+        answer = call()
+        add_times(times if timed else {}, [before, mark(device, done=True)])
+    return answer
 
 
 def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:

@@ -1,4 +1,4 @@
-"""Who is measured: our models, the paper's unfused attention, and others' models of our size."""
+"""Who is measured: our models, and others' models of our size."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,8 @@ from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require, require_name
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.model.attention.quadratic import Softmax
-from lineartime.model.decoding.cache import Cache
 from lineartime.model.language_model import LanguageModel, number_of_parameters
-from lineartime.model.layers import SequenceInfo
-from lineartime.model.mhsa import MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.dtypes import at_least_float32
 
 PACKAGES = {"flash-pytorch": "FLASH-pytorch", "llama.cpp": "llama.cpp", **dict.fromkeys(PEERS, "transformers")}
 """Others' models, and where they come from."""
@@ -84,9 +79,6 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
         model.activation_checkpointing = "checkpointed" in label.how
         if "reference" in label.how:
             model.set_impl("reference")
-        for layer in model.layers:
-            if "unfused" in label.how and isinstance(layer, MultiHeadAttention):
-                layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
     return build_peer(label.model, config, PEERS.get(label.model, {}))
 
@@ -206,25 +198,3 @@ def state_size(model: "LanguageModel | Peer") -> int | None:
         return own.num_hidden_layers * own.num_heads * own.head_dim * own.state_size
     n_linear = getattr(own, "layer_types", []).count("linear_attention")
     return n_linear * own.linear_num_value_heads * own.linear_key_head_dim * own.linear_value_head_dim or None
-
-
-class Unfused(Softmax):
-    """The softmax core with every T x T matrix in memory; for rows of one document."""
-
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo,
-               cache: Cache | None = None) -> Tensor:
-        assert info.cu_seqlens is None
-        q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
-        score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / q_BTHK.shape[-1] ** 0.5, k_BTHK))
-        if self.config.causal:
-            visible_TL = torch.ones(score_BHTL.shape[-2:], dtype=torch.bool, device=score_BHTL.device).tril()
-            score_BHTL = score_BHTL.masked_fill(~visible_TL, torch.finfo(score_BHTL.dtype).min)
-        return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v_BTHK.dtype), v_BTHK).flatten(2)
-
-
-class UnfusedMultiHeadAttention(MultiHeadAttention):
-    """The layer of a Transformer as the paper timed it."""
-
-    @property
-    def core(self) -> Unfused:
-        return Unfused(self.config, self.query_norm, self.key_norm)

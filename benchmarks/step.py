@@ -5,7 +5,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -124,7 +124,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
         model.zero_grad(set_to_none=True)
         measure.release_memory(on)
 
-    with sdpa_kernel(CUDA_ATTENTION, set_priority=True) if on.type == "cuda" else nullcontext():
+    with attention_of(parsed, on):
         # The first step is the check.
         found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
@@ -140,17 +140,21 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         while True:
             order = yield answer
-            for _ in range(order["warm"]):
-                step()
-            measure.wait(on)
-            before = measure.mark(on)
-            last_loss = step()
-            measure.add_times(times if order["timed"] else {}, [before, measure.mark(on, done=True)])
+            last_loss = measure.take_turn(step, order, times, on)
             if not last_loss < found:
                 raise NumericsError("the loss does not fall", f"{last_loss:.4f} after {found:.4f}, on one batch")
             answer = {"times": times, "losses": [found, last_loss], **measure.peak_since(imported, on)}
             if order["release"]:
                 free()
+
+
+def attention_of(label: Label, device: torch.device) -> AbstractContextManager[None]:
+    """What PyTorch's attention may be inside the block: the fastest, or where it is unfused the one
+    that has every T x T matrix in memory, in the type of the step."""
+    if "unfused" in label.how:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        return sdpa_kernel(SDPBackend.MATH)
+    return sdpa_kernel(CUDA_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
 @torch.inference_mode()
@@ -168,15 +172,13 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
         ids_BT = random_batch(fields, n_rows, on)[1][0][:, :fields.context]
         forward = partial(model, ids_BT, at_K=torch.arange(1, n_rows + 1, device=on) * fields.context - 1)
         answer["n_parameters"] = sum(p.numel() for p in model.parameters())
-    while True:
-        order = yield answer | measure.peak_since(imported, on)
-        for timed in [False] * order["warm"] + [order["timed"]]:
-            before = measure.mark(on)
-            forward()
-            measure.add_times(times if timed else {}, [before, measure.mark(on, done=True)])
-        answer = {"times": times}
-        if order["release"]:
-            measure.release_memory(on)
+    with attention_of(peers.parse_label(label), on):
+        while True:
+            order = yield answer | measure.peak_since(imported, on)
+            measure.take_turn(forward, order, times, on)
+            answer = {"times": times}
+            if order["release"]:
+                measure.release_memory(on)
 
 
 def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Generator[Row, Row, None]:

@@ -33,7 +33,6 @@ from lineartime.weights import checkpoint
 Records = Mapping[str, list[Record]]  # of `by_key`
 PEER = (sys.executable, "-m", "benchmarks.paper.peer")
 CONTEXT_USE = (sys.executable, "-m", "benchmarks.context_use")
-SAVE_S = 600.0  # a run's time to save when this process ends
 STOPPED = "what ran has saved; the same command goes on"
 
 
@@ -259,7 +258,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     if stop.number is not None:
         return None
     place.tell(f"  {label}: starts")
-    code = run([*(program or LINEARTIME), *arguments], log, save_s=SAVE_S, stop=lambda: stop.number is not None,
+    code = run([*(program or LINEARTIME), *arguments], log, stop=lambda: stop.number is not None,
                tell=lambda line: place.tell(f"  {label}: {line}"), threads=place.threads)
     if code == 0 or stop.number is not None:
         return None

@@ -99,17 +99,15 @@ time.sleep(300)
 
 def test_a_command_that_is_asked_to_stop_saves(tmp_path):
     log = tmp_path / "log"
-    code = run([sys.executable, "-c", SAVER, tmp_path / "saved"], log, save_s=20, stop=lambda: "listens" in
-               log.read_text())
+    code = run([sys.executable, "-c", SAVER, tmp_path / "saved"], log, stop=lambda: "listens" in log.read_text())
     assert code == 143 and (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("save_s", [0, 20])
-def test_what_runs_dies_with_the_process_that_runs_it(tmp_path, number, save_s):
+def test_what_runs_dies_with_the_process_that_runs_it(tmp_path, number):
     code = ("import sys, signal, pathlib; from benchmarks import cells\n"
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
-            f"cells.run(['sleep', '301'], pathlib.Path({str(tmp_path / 'log')!r}), save_s={save_s},"
+            f"cells.run(['sleep', '301'], pathlib.Path({str(tmp_path / 'log')!r}),"
             " stop=lambda: print('it runs', flush=True))")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as parent:
         parent.stdout.readline()  # a signal that comes while it forks may be lost
