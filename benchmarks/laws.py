@@ -7,18 +7,16 @@ import copy
 import dataclasses
 import inspect
 import io
-import json
 import math
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -182,33 +180,16 @@ def rollback(model: Any, draw: Draw, by_copy: bool = False) -> tuple[float, floa
     return gap(got, right[:, N:]), gap(kept[:, -PIECE:], right[:, N:])
 
 
-def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a cache holds, by where it is."""
-    if isinstance(state, Tensor):
-        yield name, state
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from tensors_in(value, f"{name}.{key}")
-    elif isinstance(state, list | tuple):
-        yield from tensors_in(dict(enumerate(state)), name)
-    elif hasattr(state, "__dict__"):
-        yield from tensors_in(vars(state), name)
-
-
 def saved(model: Any, draw: Draw) -> tuple[float, float]:
-    """A deep copy of the cache, and its tensors written to a file and read into another cache."""
+    """A deep copy of the cache, and what is read from a file that it was written to."""
     prompt, other, wrong, question = draw(1, N), draw(1, N), draw(1, 5), draw(1, PIECE)
     right, _ = read(model, [prompt, question])
-    (_, cache), (_, loaded) = read(model, [prompt]), read(model, [other])
-    second, file = copy.deepcopy(cache), save({name: each.contiguous().clone() for name, each in tensors_in(cache)})
+    (_, cache), (_, others), file = read(model, [prompt]), read(model, [other]), io.BytesIO()
+    torch.save(cache, file)
+    copies = copy.deepcopy(cache), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     read(model, [wrong], cache, N)  # must not change the copies
-    places, values = dict(tensors_in(loaded)), load(file)
-    if places.keys() != values.keys():
-        raise NoAnswerError(UNTRIED, "the caches of two prompts differ in their tensors")
-    forgetful, _ = read(model, [question], copy.deepcopy(loaded), N)
-    for name, place in places.items():
-        place.copy_(values[name])
-    differences = [gap(read(model, [question], each, N)[0], right[:, N:]) for each in (second, loaded)]
+    forgetful, _ = read(model, [question], others, N)
+    differences = [gap(read(model, [question], each, N)[0], right[:, N:]) for each in copies]
     return max(differences), gap(forgetful, right[:, N:])
 
 
@@ -322,16 +303,6 @@ def ask(model: Any, law: Law) -> Row:
     if without < MATTERS:
         return {"result": UNTRIED, "words": f"it would not matter: {without:.1g}", "difference": difference}
     return {"result": HOLDS if difference <= LIMIT else BROKEN, "difference": difference, "without": without}
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE for any configuration. Raises UsageError without a value."""
-    name, _, value = text.partition("=")
-    require(bool(name and value), "not a setting", text, "write NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def measure(name: str, laws: tuple[str, ...], settings: dict[str, Any]) -> Row:

@@ -1,6 +1,7 @@
 """The verbs of `python -m benchmarks`."""
 
 import os
+import tomllib
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
 from benchmarks.recall.tasks import FORMS, TASKS
 from benchmarks.speed import read_rows
-from lineartime.base.errors import DataError, ResourceError
+from lineartime.base.errors import DataError, ResourceError, UsageError, raised_as
 from lineartime.base.settings import require, require_name
 from lineartime.cli.options import Device, Setting, Task, import_own, own_modules
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
@@ -121,7 +122,6 @@ def benchmark_run(
     """Measure the named cells of cells.toml, each by a call of its own; the same command goes on
     where it stopped. Calls whose rows the file has are left out."""
     calls, failed = named_calls(names), []
-    rows.parent.mkdir(parents=True, exist_ok=True)
     where = ["--threads", str(threads), "--device", pick_device(device).type]
     done = {row.get("cell") for row in rows_in(rows)}
     for number, (name, words) in enumerate(calls.items(), 1):
@@ -207,8 +207,8 @@ def measure_laws(
     names: Annotated[tuple[str, ...], f"Models ({', '.join(PRESETS)}), model types of transformers, and layers of your "
                                       "own, MODULE:CLASS; by default those of laws.toml.", "NAMES"] = (),
     only: Annotated[tuple[str, ...], "A law; may be given again; by default all.", "--law LAW"] = (),
-    settings: Annotated[tuple[str, ...], "Set a field of a class's configuration; the value is JSON or a word. May be "
-                                         "given again.", "--set NAME=VALUE"] = (),
+    settings: Annotated[tuple[str, ...], "Set a field of a class's configuration, as TOML does. May be given again.",
+                        "--set NAME=VALUE"] = (),
     rows: Annotated[Path | None, "File that gets one JSON row per class.", "--json FILE"] = None,
 ) -> None:
     """What packing, padding, caches and beams must not change, asked of tiny random models of any
@@ -216,8 +216,10 @@ def measure_laws(
     import_own(*own_modules(names))
     from benchmarks import laws  # transformers takes seconds to import
 
+    with raised_as(UsageError, "not a setting of TOML", " ".join(settings), ValueError):
+        fields = tomllib.loads("\n".join(settings))
     for name in names or laws.CLASSES:
-        row = laws.measure(name, only, dict(map(laws.setting, settings)))
+        row = laws.measure(name, only, fields)
         print(*laws.lines(row), sep="\n", flush=True)
         if rows is not None:
             append_json_lines(rows, [row])
@@ -235,7 +237,6 @@ def report(
     rows: Annotated[Path | None, "File of rows; by default the committed ones."] = None,
     into: Annotated[tuple[str, ...], "Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, "
                                       "<!-- speed: begin --> or <!-- recall pairs: begin -->; also several."] = (),
-    images: Annotated[Path, "Folder for the pictures of --into."] = Path("benchmarks/tables/images"),
 ) -> None:
     """The paper's numbers beside ours, as Markdown; or `speed`, `recall` or `laws`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
@@ -250,7 +251,7 @@ def report(
     if not measured:
         raise DataError("no rows to report", path, f"`python -m benchmarks {verb}` writes them")
     if into:
-        for written in pages.fill_pages(map(Path, into), images, kind, measured):
+        for written in pages.fill_pages(map(Path, into), ROOT / "benchmarks" / "tables" / "images", kind, measured):
             say(f"written  {written}")
     elif kind == "recall":
         print("\n\n".join(f"### {task}\n\n{study.section(measured, task)}" for task in study.ABOUT))
