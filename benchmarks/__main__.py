@@ -22,7 +22,7 @@ VERBS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "recall": (verbs.recall, ["recall flash transformer++ --task pairs", "recall run --task text --data data"]),
     "laws": (verbs.measure_laws, ["laws mamba2 --law right-padding", "laws flash llama qwen3_next",
                                   "laws flash --set chunk_size=16", "laws my_layers:SlidingWindow"]),
-    "report": (verbs.report, ["report lm_pg19", "report speed", "report --into page.md --images images"]),
+    "report": (verbs.report, ["report lm_pg19", "report speed", "report --into page.md"]),
 }
 """The verbs, with examples for the end of their --help."""
 PROGRAM = "python -m benchmarks"

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, Row
-from lineartime.base.errors import ResourceError
-from lineartime.base.files import read_json_lines
+from lineartime.base.files import read_json_lines, system_errors
 from lineartime.config import with_layers
 
 
@@ -81,7 +80,7 @@ def rows_in(path: Path, parse: Callable[[Any], Row] = dict, what: str = "a row")
 
 def append_json_lines(path: Path, rows: Iterable[Row]) -> None:
     """Append rows to a file, in place of a last line that was cut off. Raises ResourceError."""
-    try:
+    with system_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             if path.is_file():  # not /dev/stdout
@@ -97,5 +96,3 @@ def append_json_lines(path: Path, rows: Iterable[Row]) -> None:
             file.flush()
             if path.is_file():
                 os.fsync(file.fileno())
-    except OSError as e:
-        raise ResourceError("cannot write", path, e.strerror or str(e)) from None

@@ -70,8 +70,6 @@ def measurement(row: Row) -> Row:
 
 def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
     """A table for each benchmark, name, machine, number of threads and size of FLASH."""
-    if not rows:
-        return []
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
     ours_first = cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
     cells["size"] = cells.run.map(ours_first.drop_duplicates("run").set_index("run").n_parameters)

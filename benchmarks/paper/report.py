@@ -11,25 +11,28 @@ import pandas as pd
 from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
 from benchmarks.paper.results import CELL, GAPS, Record, Results, gaps, results_of, speedups, spread, step_speedups
-from benchmarks.paper.tables import PAPER, SCALE_NAMES, Kind, printed, step_speedup
+from benchmarks.paper.tables import PAPER, SCALE_NAMES, printed, step_speedup
 from lineartime.base.words import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
+TRAIN, FINETUNE, STEP = ("train",), ("finetune",), ("step",)
 four_figures = partial(number, figures=4)
 Texts = Mapping[Any, str]  # by row and column; cells of which nothing is known are not there
 
 
 class Measure(NamedTuple):
     """One number of a cell. title: with "{reference}" for the row that speed-ups are measured to.
-    paper: its name in `paper.toml`, if it is there. kinds: of records that it is made of."""
+    paper: its name in `paper.toml`, if it is there. kinds: of records that it is made of. values: a
+    column of what was trained, or what makes them; text: what writes one."""
 
     title: str
     paper: str
-    kinds: tuple[Kind, ...]
-    texts: Callable[[Results], Texts]
+    kinds: tuple[str, ...]
+    values: str | Callable[[Results], pd.Series | pd.DataFrame]
+    text: Callable[[Any], str] = number
 
 
-def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[float], str] = number) -> Texts:
+def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[Any], str] = number) -> Texts:
     """By row and column "17.31 (17.12-17.45)": a value, and its least and most if known."""
     return {cell: text(value) + (f" ({range_text(*map(text, ends))})" if ends and not math.isnan(ends[0]) else "")
             for cell, value, *ends in pd.DataFrame(values).itertuples()}
@@ -39,7 +42,7 @@ def range_text(least: str, most: str) -> str:
     return f"{least} to {most}" if least[0] in "+-" else f"{least}-{most}"
 
 
-def speedup_texts(results: Results, reference: str | None) -> Texts:
+def speedup_texts(results: Results, reference: str | None) -> pd.Series:
     """Of the mean curve, with the least and the most of the seeds' own."""
     texts = {}
     for cell, value, seeds in speedups(results, reference).itertuples():
@@ -48,13 +51,13 @@ def speedup_texts(results: Results, reference: str | None) -> Texts:
         words += [f"{len(seeds) - len(reached)} of {len(seeds)} seeds {NEVER}"] if len(reached) < len(seeds) else []
         range_of_seeds = f" ({'; '.join(words)})" if words and cell[0] != reference else ""
         texts[cell] = NEVER if math.isnan(value) else number(value) + range_of_seeds
-    return texts
+    return pd.Series(texts, dtype=object)
 
 
-def step_speedup_texts(results: Results, reference: str | None) -> Texts:
+def step_speedups_shown(results: Results, reference: str | None) -> pd.DataFrame:
     values = step_speedups(results, reference)
     values.loc[values.index.get_level_values("row") == reference, ["low", "high"]] = math.nan
-    return texts_of(values)
+    return values
 
 
 def finetune_speedups(results: Results) -> pd.Series:
@@ -62,37 +65,28 @@ def finetune_speedups(results: Results) -> pd.Series:
     return ms.rdiv(ms.get(results.table.reference, math.nan), axis=0).stack().dropna().swaplevel()
 
 
-def n_parameters(results: Results) -> pd.Series:
+def millions_of_parameters(results: Results) -> pd.Series:
     known = pd.concat([results.trained.n_parameters.droplevel("seed"), results.steps.n_parameters]).dropna()
-    return known.groupby(level=CELL).first()
+    return known.groupby(level=CELL).first() / 1e6
 
 
 MEASURES = {
-    "seeds": Measure("Seeds", "", ("train",),
-                     lambda results: texts_of(results.trained.groupby(level=CELL).size(), "{:.0f}".format)),
-    "loss": Measure("Nats per token", "", ("train",),
-                    lambda results: texts_of(spread(results.trained.loss), "{:.3f}".format)),
-    "minutes": Measure("Processor minutes of training", "", ("train",), lambda results: texts_of(
-        spread(results.trained.record.map(lambda record: record["train_s"]["cpu"] / 60)), "{:.1f}".format)),
-    "perplexity": Measure("Perplexity per token", "perplexity", ("train",),
-                          lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
-    "word_perplexity": Measure("Perplexity per word", "perplexity", ("train",),
-                               lambda results: texts_of(spread(results.trained.word_perplexity), four_figures)),
-    "token_perplexity": Measure("Perplexity per token", "", ("train",),
-                                lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
-    "step": Measure("Milliseconds of a step", "step_ms", ("step",),
-                    lambda results: texts_of(results.steps[["median", "q1", "q3"]])),
-    "to_quality": Measure("Speed-up to {reference}'s final quality", "speedup", ("train", "step"),
-                          lambda results: speedup_texts(results, results.table.reference)),
-    "by_step": Measure("Speed-up over {reference} by time of a step", "step_speedup", ("step",),
-                       lambda results: step_speedup_texts(results, results.table.reference)),
-    "by_finetuning": Measure("Speed-up by time of a fine-tuning step", "finetune_speedup", ("finetune",),
-                             lambda results: texts_of(finetune_speedups(results))),
-    "f1": Measure("F1", "f1", ("finetune",), lambda results: texts_of(spread(results.finetuned.f1), "{:.1f}".format)),
-    "parameters": Measure("Parameters, millions", "parameters_m", ("train", "step"),
-                          lambda results: texts_of(n_parameters(results) / 1e6)),
-    "memory": Measure("Peak memory of a step's process, MiB", "", ("step",),
-                      lambda results: texts_of(results.steps.peak_mib.dropna(), "{:,.0f}".format))}
+    "seeds": Measure("Seeds", "", TRAIN, lambda results: results.trained.groupby(level=CELL).size(), "{:.0f}".format),
+    "loss": Measure("Nats per token", "", TRAIN, "loss", "{:.3f}".format),
+    "minutes": Measure("Processor minutes of training", "", TRAIN, "minutes", "{:.1f}".format),
+    "perplexity": Measure("Perplexity per token", "perplexity", TRAIN, "perplexity", four_figures),
+    "word_perplexity": Measure("Perplexity per word", "perplexity", TRAIN, "word_perplexity", four_figures),
+    "token_perplexity": Measure("Perplexity per token", "", TRAIN, "perplexity", four_figures),
+    "step": Measure("Milliseconds of a step", "step_ms", STEP, lambda results: results.steps[["median", "q1", "q3"]]),
+    "to_quality": Measure("Speed-up to {reference}'s final quality", "speedup", TRAIN + STEP,
+                          lambda results: speedup_texts(results, results.table.reference), str),
+    "by_step": Measure("Speed-up over {reference} by time of a step", "step_speedup", STEP,
+                       lambda results: step_speedups_shown(results, results.table.reference)),
+    "by_finetuning": Measure("Speed-up by time of a fine-tuning step", "finetune_speedup", FINETUNE, finetune_speedups),
+    "f1": Measure("F1", "f1", FINETUNE, lambda results: spread(results.finetuned.f1), "{:.1f}".format),
+    "parameters": Measure("Parameters, millions", "parameters_m", TRAIN + STEP, millions_of_parameters),
+    "memory": Measure("Peak memory of a step's process, MiB", "", STEP,
+                      lambda results: results.steps.peak_mib.dropna(), "{:,.0f}".format)}
 """By the names in `tables.toml`."""
 FOLDED = ("Parameters, millions", "Peak memory of a step's process, MiB")
 QUALITY = ("Perplexity and loss are those of the whole held-out split after training: the mean of the seeds (the least "
@@ -139,11 +133,7 @@ def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def grid(title: str, ours: Texts, theirs: Texts) -> str:
-    """Our numbers beside the paper's; where most were not run, a line with those that were."""
-    known = {cell: text for cell, text in ours.items() if text != NOT_RUN}
-    if 2 * len(known) < len(ours):
-        words = "; ".join(f"{row}, {column}: {text}" for (row, column), text in known.items())
-        return f"{title or 'All of it'}: {NOT_RUN}{' but for ' * bool(words)}{words}."
+    """Our numbers beside the paper's."""
     rows, columns = (unique(names) for names in zip(*ours, strict=True))
     head, lines = [""], [[row] for row in rows]
     for column in columns:
@@ -159,7 +149,8 @@ def grid(title: str, ours: Texts, theirs: Texts) -> str:
 
 def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
     """Ours and the paper's, whose speed-ups by time of a step may have to be made from times."""
-    table, texts, ours, theirs = results.table, measure.texts(results), {}, {}
+    table, values, ours, theirs = results.table, measure.values, {}, {}
+    texts = texts_of(spread(results.trained[values]) if isinstance(values, str) else values(results), measure.text)
     compared = [table.reference] if "{reference}" in measure.title else []
     for row, column in itertools.product(results.rows, results.columns):
         ours[row, column] = texts.get((row, column)) or why_not(results, [row, *compared], column, measure.kinds)
@@ -168,7 +159,7 @@ def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
     return ours, theirs
 
 
-def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Sequence[Kind]) -> str:
+def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Sequence[str]) -> str:
     failed = any(place[0] in rows and place[1] == column and place[2] in kinds for place in results.failed)
     return FAILED if failed else NOT_RUN
 
@@ -191,9 +182,9 @@ def speedup_grid(results: Results) -> str:
     """Figure 1: FLASH's speed-ups, contexts by rivals."""
     made: dict[str, tuple[str, Texts]] = {}
     for rival in (row for row in results.table.models if row != "FLASH"):
-        made |= {f"over {rival}": (rival, speedup_texts(results, rival)),
-                 f"over {rival} by time of a step": (rival, step_speedup_texts(results, rival))}
-    kinds: list[Kind] = ["train", "step"]
+        made |= {f"over {rival}": (rival, texts_of(speedup_texts(results, rival), str)),
+                 f"over {rival} by time of a step": (rival, texts_of(step_speedups_shown(results, rival)))}
+    kinds = TRAIN + STEP
     ours = {(column, title): texts.get(("FLASH", column)) or why_not(results, ["FLASH", rival], column, kinds)
             for column in results.columns for title, (rival, texts) in made.items()}
     return grid("", ours, {(column, title): printed("speedup", "speedup", title.removeprefix("over "), column)

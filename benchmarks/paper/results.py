@@ -19,7 +19,7 @@ from benchmarks.provenance import rows_in
 
 Record = dict[str, Any]
 COLUMNS: dict[Kind, list[str]] = {
-    "train": ["seed", "loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens"],
+    "train": ["seed", "loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens", "minutes"],
     "finetune": ["seed", "f1", "step_ms"],
     "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters"]}
 CELL = ["row", "column"]
@@ -35,7 +35,7 @@ def numbers_of(row: Record) -> list[Any]:
         held_out = row["held_out"]
         return [row["settings"]["seed"], held_out["loss"], math.exp(held_out["loss"]),
                 held_out["word_perplexity"] if held_out.get("n_words") else None, row["n_parameters"],
-                row["curve"][-1][0], row["tokens"]]
+                row["curve"][-1][0], row["tokens"], row["train_s"]["cpu"] / 60]
     if row["kind"] == "finetune":
         ms = row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]
         return [row["settings"]["seed"], row["f1"], ms["median"]]
