@@ -2,7 +2,6 @@
 a row, which is added as it comes. A run is a process of its own, `lineartime train` with the
 settings of its cell, and goes on where it stopped."""
 
-import hashlib
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from benchmarks.peers import parse_label
 from benchmarks.provenance import append_json_lines, provenance
 from benchmarks.step import StepCase, benchmark_step
 from lineartime.base.errors import LineartimeError, NumericsError, ResourceError, UsageError
-from lineartime.base.files import read_json, write_atomically
+from lineartime.base.files import json_sha256, read_json, write_atomically
 from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
 from lineartime.folders import read_fine_tuning, read_metrics, read_result, read_run
@@ -51,7 +50,7 @@ class Job:
     def folder(self) -> str:
         """Named by all that decides the run."""
         settings = self.cell.settings(self.seed)
-        digest = hashlib.sha256(json.dumps([self.cell.text.name, settings], sort_keys=True).encode()).hexdigest()[:10]
+        digest = json_sha256([self.cell.text.name, settings])[:10]
         return f"{settings['model']}-{self.cell.text.name}-{settings['context']}-{digest}"
 
 
@@ -157,48 +156,35 @@ def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSigna
 def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[Record]:
     """Train and evaluate, and fine-tune where the cell says so; the new rows, if not stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
-    trained_run, rows = folder / "run", []
-    given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(trained_run)}
-    folder.mkdir(parents=True, exist_ok=True)
+    out, file, evaluations = folder / "run", folder / "settings.toml", cell.table.evaluations
+    given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(out)}
     peer = given.pop("peer", None)
+    folder.mkdir(parents=True, exist_ok=True)
     # Numbers, truth values and plain strings are written alike in TOML and JSON.
-    write_atomically(folder / "settings.toml", "".join(f"{name} = {json.dumps(value)}\n"
-                                                       for name, value in given.items()))
-    file = str(folder / "settings.toml")
-    stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
-        ("train", [peer, file, place.device, *" ".join(cell.table.evaluations.values()).split()] if peer else
-         ["train", file, "--device", place.device],
-         lambda: trained(trained_run, cell.table.evaluations))]
-    if cell.questions:
-        stages.append(("finetune", finetune_arguments(trained_run, cell.questions, place),
-                       lambda: finetuned(folder / "questions")))
-    for kind, arguments, result in stages:
-        failed = call(arguments, f"{job.label}, {kind}", folder / f"{kind}.log", place, stop, PEER if peer else None)
-        if kind == "train" and not failed:
-            failed = evaluate(job, folder, place, stop)
-        if stop.number is not None:
-            break
-        if not found(cell, records, kind, job.seed):
-            rows.append({"device": place.device, "dtype": run_config(given).train.precision, "threads": place.threads,
-                         **({"questions": cell.questions} if kind == "finetune" else {}),
-                         **({"failed": failed} if failed else result()), **provenance(),
-                         **facts_of(cell, kind, job.seed)})
-        if failed:
-            break
+    write_atomically(file, "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items()))
+
+    def stage(name: str, arguments: Sequence[str], program: Sequence[str] | None = None) -> str | None:
+        return call(arguments, f"{job.label}, {name}", folder / f"{name}.log", place, stop, program)
+
+    def rows_of(kind: Kind, failed: str | None, result: Callable[[], Record]) -> list[Record]:
+        if stop.number is not None or found(cell, records, kind, job.seed):
+            return []
+        return [{"device": place.device, "dtype": run_config(given).train.precision, "threads": place.threads,
+                 **({"questions": cell.questions} if kind == "finetune" else {}),
+                 **({"failed": failed} if failed else result()), **provenance(), **facts_of(cell, kind, job.seed)}]
+
+    failed = (stage("train", [peer, str(file), place.device, *" ".join(evaluations.values()).split()], PEER) if peer
+              else stage("train", ["train", str(file), "--device", place.device]))
+    for name, options in evaluations.items():
+        scores = folder / f"{name}.json"
+        if not failed and not scores.exists():  # a peer has scored itself
+            failed = stage(name, [str(out), "--data", given["data"], *options.split(), "--device", place.device,
+                                  "--out", str(scores)], CONTEXT_USE)
+    rows = rows_of("train", failed, lambda: trained(out, evaluations))
+    if cell.questions and not failed:
+        failed = stage("finetune", finetune_arguments(out, cell.questions, place))
+        rows += rows_of("finetune", failed, lambda: finetuned(folder / "questions"))
     return rows
-
-
-def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | None:
-    """Score a trained run as its table says; the first failure, as `call` returns it."""
-    for name, options in job.cell.table.evaluations.items():
-        file = folder / f"{name}.json"
-        if stop.number is None and not file.exists():
-            failed = call([str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
-                           "--device", place.device, "--out", str(file)],
-                          f"{job.label}, {name}", folder / f"{name}.log", place, stop, CONTEXT_USE)
-            if failed:
-                return failed
-    return None
 
 
 def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
