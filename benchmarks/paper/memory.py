@@ -13,6 +13,7 @@ import pandas as pd
 
 from benchmarks.markdown import listed, tokens
 from benchmarks.paper.results import Record, Results, of_cell, step_speedups
+from benchmarks.paper.tables import read_toml
 from lineartime.base.words import markdown
 
 LOCAL = "FLASH (LocalOnly)"
@@ -20,9 +21,7 @@ OWN_REFERENCE = dict.fromkeys(("Transformer++, width 256", "FLASH+, width 256"),
 """Rows that are compared with another row than the table's reference."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t of a 95 % interval for 2, 3, ... seeds; for more than 10 a little too wide."""
-DIFFERENCES = ("**Differences to FLASH, whole split.** Nats per token, paired by seed: the model's loss less FLASH's, "
-               "below 0 the model is better. Here and below ± is the 95 % interval of the mean over the seeds "
-               "(Student's t), bold where it leaves 0 out; chance alone makes one in twenty bold.")
+WORDS = read_toml("words")["memory"]
 NOT_YET, ONE_SEED = "Not measured yet.", "one seed, no claim"
 Pairs = Sequence[tuple[str, str]]  # rows, each with the one it is compared with
 
@@ -188,8 +187,7 @@ def gains(results: Results) -> str:
     losses = losses_of(results, by_context)
     lines = [[row, *(difference_text(own.iloc[:, 0] - own[context]) for context in list(losses)[1:])]
              for row in results.rows for own in [of_row(losses, row)] if own.notna().any(axis=None)]
-    return ("**Gain from context.** Each model's loss at the shortest context less its own at a longer one. Above 0 "
-            "the longer context helps.\n\n" + grid(["model", *map(tokens, list(losses)[1:])], lines))
+    return f"{WORDS['gains']}\n\n{grid(['model', *map(tokens, list(losses)[1:])], lines)}"
 
 
 def tokens_part(results: Results) -> str:
@@ -216,25 +214,11 @@ def parts(results: Results) -> list[str]:
     uses = [record["context_use"] for record in results.trained.record if "context_use" in record]
     scored = listed(f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents" for use in uses) or "tokens"
     trained = listed(f"{column.context:,}" for column in results.table.columns.values())
-    return [
-        f"{DIFFERENCES} One seed has no interval and claims nothing.",
-        whole_part(results),
-        "**Equal time.** Losses of the part of the split that is scored during training, when the first of the two "
-        "runs ends. The time of a run is its steps times the median time of one, timed side by side; between two "
-        "evaluations the loss is read on a straight line. A run that is read before its end still has a high learning "
-        "rate: trained for that time alone it would be better.",
-        time_part(results),
-        f"**Loss by context, differences to FLASH.** The same {scored} at each context, of models trained at "
-        f"{trained}.",
-        difference_part(results, contexts, [tokens(context) for context in contexts], compared(results)),
-        gains(results),
-        "**Loss by recurrence, differences to FLASH.** Was a token, or a pair of neighbouring tokens (a bigram), in "
-        "its document before: in the same chunk, in earlier chunks of the row only, or not? What a long memory holds "
-        "must show under \"in earlier chunks only\". A rare bigram makes up at most 10 of a million in the training "
-        "split.",
-        difference_part(results, classes, list(classes), compared(results)),
-        "**Loss by recurrence, differences to FLASH (LocalOnly), which has no linear half.**",
-        difference_part(results, classes, list(classes), with_local),
-        "**Does the difference to FLASH fade?** By tokens trained on, in the part of the split that is scored during "
-        "training. It fades or grows if the interval of what the second half of training added leaves 0 out.",
-        tokens_part(results)]
+    about_contexts = WORDS["contexts"].format(scored=scored, trained=trained)
+    return [f"{WORDS['differences']} {WORDS['one_seed']}", whole_part(results),
+            WORDS["equal_time"], time_part(results),
+            about_contexts, difference_part(results, contexts, [*map(tokens, contexts)], compared(results)),
+            gains(results),
+            WORDS["recurrence"], difference_part(results, classes, list(classes), compared(results)),
+            WORDS["local"], difference_part(results, classes, list(classes), with_local),
+            WORDS["fades"], tokens_part(results)]

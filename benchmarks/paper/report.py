@@ -11,7 +11,7 @@ import pandas as pd
 from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
 from benchmarks.paper.results import CELL, GAPS, Record, Results, gaps, results_of, speedups, spread, step_speedups
-from benchmarks.paper.tables import PAPER, SCALE_NAMES, printed, step_speedup
+from benchmarks.paper.tables import PAPER, SCALE_NAMES, printed, read_toml, step_speedup
 from lineartime.base.words import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
@@ -89,16 +89,7 @@ MEASURES = {
                       lambda results: results.steps.peak_mib.dropna(), "{:,.0f}".format)}
 """By the names in `tables.toml`."""
 FOLDED = ("Parameters, millions", "Peak memory of a step's process, MiB")
-QUALITY = ("Perplexity and loss are those of the whole held-out split after training: the mean of the seeds (the least "
-           "to the most). Without a range there was one seed.")
-NOTES = {
-    "to_quality": "Speed-up to the reference's final quality (row 75 of docs/paper.md): the time in which the "
-                  "reference reaches its best mean loss, over the time in which this model reaches the same loss. A "
-                  f"time is the number of steps times the time of one. \"{NEVER}\": it never does. The losses are "
-                  "those of the part of the split that is scored during training.",
-    "by_step": "Speed-up by time of a step: the reference's time over this model's, both measured in one run (with "
-               "opposite quartiles)."}
-"""Below a table that shows the measure."""
+WORDS = read_toml("words")
 
 
 def tables_shown(records: Sequence[Record], names: Sequence[str]) -> list[Results]:
@@ -128,7 +119,7 @@ def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
     else:
         parts += gap_grids(results) if table.name == "gap" else []
         parts += [grid(title, *both) for title, both in made.items()]
-        parts += [memory.DIFFERENCES, memory.columns_part(results)] if table.name == "memory_texts" else []
+        parts += [WORDS["memory"]["differences"], memory.columns_part(results)] if table.name == "memory_texts" else []
     return "\n\n".join([*parts, *notes(results)]) + "\n"
 
 
@@ -198,7 +189,8 @@ def command_of(results: Results) -> str:
 def notes(results: Results) -> list[str]:
     """What the numbers are, what failed, what is not there, and where all of it comes from."""
     table, note = results.table, PAPER[results.table.name].get("note")
-    words = [QUALITY] * bool(len(results.trained)) + [NOTES[name] for name in table.measures if name in NOTES]
+    words = [WORDS["quality"]] * bool(len(results.trained))
+    words += [WORDS["notes"][name] for name in table.measures if name in WORDS["notes"]]
     if results.table.name == "triviaqa" and len(results.finetuned):
         guessed = [f"{row['word_overlap']['f1']:.1f}" for row in results.finetuned.record if "word_overlap" in row]
         if guessed:  # older rows have the score of that guess
