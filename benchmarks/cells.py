@@ -21,6 +21,7 @@ from lineartime.config import ModelConfig, model_config
 LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("cells.toml").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = LISTS.pop("shapes")  # type: ignore[assignment]
 PEERS: dict[str, dict[str, Any]] = LISTS.pop("peers")  # type: ignore[assignment]
+NAMES, SUMMARY = LISTS.pop("names"), LISTS.pop("summary")
 LINEARTIME, BENCHMARKS = (sys.executable, "-m", "lineartime"), (sys.executable, "-m", "benchmarks")
 TOLD_EVERY_S = 30.0  # between two lines of a process's progress
 SAVE_S = 600.0  # a process's time to save when this one ends

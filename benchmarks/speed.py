@@ -8,25 +8,16 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks import Row
+from benchmarks.cells import NAMES, SUMMARY
 from benchmarks.markdown import folded, listed, number, parameters, source_line, tokens, unique
 from lineartime.base.files import read_json_lines
 from lineartime.base.words import in_markdown, markdown
 
-NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "transformer": "Transformer",
-         "transformer+": "Transformer+", "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++",
-         "combiner": "Combiner", "performer": "Performer", "performer-matmul": "Performer-Matmul",
-         "flash-pytorch": "FLASH-pytorch", "llama": "Llama", "qwen3.5-hybrid": "Gated DeltaNet hybrid",
-         "mamba2": "Mamba-2", "lfm2": "LFM2", "modernbert": "ModernBERT"}
 OURS = "flash"  # the side that is compared with every other
 TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
           "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]  # columns that tell the lines of a table apart
-BOTH = ("float32", "bfloat16")
-SUMMARY = {"transformer++": BOTH, "llama": BOTH, "lfm2": BOTH, "flash-pytorch": BOTH[:1],
-           "qwen3.5-hybrid": BOTH[:1], "mamba2": BOTH[:1]}
-"""With whom the short table compares FLASH, and in which types: in bfloat16 the last two fail the
-check of a step."""
 Pictures = Callable[[pd.DataFrame], Sequence[str]]  # a table's pictures in Markdown
 
 
