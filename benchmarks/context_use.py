@@ -3,7 +3,6 @@
     python -m benchmarks.context_use RUN --data DATA --contexts 512,1024,2048 --out FILE.json"""
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -21,7 +20,7 @@ from lineartime.cli.terminal import exit_code
 from lineartime.data.tokens import TokenStream
 from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.evaluation import load_with_split, losses_of
+from lineartime.training.evaluation import load_with_split, losses_of, stacked_rows
 from lineartime.training.runtime import pick_device
 
 TOKENS_AT_ONCE = 1 << 15  # rows are scored together up to this many tokens
@@ -56,9 +55,9 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
                         f"{stream.name}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
     nll_DL = np.zeros((len(documents), len(contexts)))
     for row, i in enumerate(documents):
-        ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
+        targets = range(starts[i] + after, starts[i] + n_tokens[i])
         for column, context in enumerate(contexts):
-            nll_DL[row, column] = score_document(model, ids, context, after, precision)
+            nll_DL[row, column] = score_targets(model, stream, targets, context, precision)
             if not math.isfinite(nll_DL[row, column]):
                 raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
                                     "the weights are damaged or have diverged")
@@ -79,18 +78,15 @@ def losses_and_gains(documents: Sequence[int], n_D: np.ndarray, nll_DL: np.ndarr
             "documents": each}
 
 
-def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str) -> float:
-    """The sum of -ln p of a document's targets from `first` on."""
-    # A row reads from `start`; its targets [begin, stop), at most half of the context, are scored.
-    half, n_tokens = context // 2, len(ids) - 1
-    rows = [(begin + half - context, begin, min(begin + half, n_tokens)) for begin in range(first, n_tokens, half)]
-    nll, most = 0.0, max(TOKENS_AT_ONCE // context, 1)
-    for _, alike in itertools.groupby(rows, key=lambda row: row[2] - row[0]):  # the last row may be shorter
-        while batch := list(itertools.islice(alike, most)):
-            stacked = np.stack([ids[start : stop + 1] for start, _, stop in batch])
-            for (start, begin, _), losses_T in zip(batch, losses_of(model, [stacked], precision), strict=True):
-                nll += float(losses_T[begin - start :].sum())
-    return nll
+def score_targets(model: LanguageModel, stream: TokenStream, targets: range, context: int, precision: str) -> float:
+    """The sum of -ln p of the tokens behind these places of a split."""
+    # The second half of a row is scored, and the next row begins half a row later.
+    half = context // 2
+    starts = range(targets.start - (context - half), targets.stop - (context - half), half)
+    batches = stacked_rows(model, stream, context, max(TOKENS_AT_ONCE // context, 1), starts)
+    losses = (losses_T[context - half :] for batch in batches for losses_T in losses_of(model, batch, precision))
+    return sum(float(losses_T[: targets.stop - begin].sum())
+               for begin, losses_T in zip(range(targets.start, targets.stop, half), losses, strict=True))
 
 
 def with_contexts(parser: argparse.ArgumentParser, *, required: bool) -> argparse.ArgumentParser:

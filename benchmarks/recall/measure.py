@@ -80,11 +80,8 @@ def asked(model: Model, task: Task, n_facts: int, length: int, n_rows: int,
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
         ids_BT, asked_BQ, answer_BQ = (each[first : first + at_once] for each in rows)
         logits_BQV = model(ids_BT, at_K=in_flat(ids_BT, asked_BQ)).view(*answer_BQ.shape, -1)
-        if task.answers is not None:
-            is_other_V = torch.ones(logits_BQV.shape[-1], dtype=torch.bool)
-            is_other_V[list(task.answers)] = False
-            logits_BQV = logits_BQV.masked_fill(is_other_V, -torch.inf)
-        right.append(logits_BQV.argmax(-1) == answer_BQ)
+        answers = torch.arange(logits_BQV.shape[-1]) if task.answers is None else torch.tensor(task.answers)
+        right.append(answers[logits_BQV[..., answers].argmax(-1)] == answer_BQ)
     return torch.cat(right), rows
 
 
