@@ -1,7 +1,7 @@
 """Named calls and shapes of models, from `cells.toml`, and calls in a process of their own."""
 
-import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +62,6 @@ def measure_call(name: str, arguments: Sequence[str], rows: Path) -> int:
     return code
 
 
-def end_with_parent(parent: int) -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, so that it does not go on
-    holding a run's lock; where the parent is gone already this process ends."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the parent's would take it and be gone after exec
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
 def run(command: Sequence[str], log: Path | None = None, *, stop: Callable[[], bool] = lambda: False,
         tell: Callable[[str], object] = lambda _: None, threads: int | None = None) -> int:
     """Run a command of this checkout, which saves and ends with this process, however that ends;
@@ -80,18 +69,15 @@ def run(command: Sequence[str], log: Path | None = None, *, stop: Callable[[], b
     and end now. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                  "PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    dies_with = partial(end_with_parent, os.getpid())
+    tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []  # other systems than Linux have none
     with log.open("wb") if log else nullcontext() as out:
-        process = subprocess.Popen(command, env=os.environ | variables, stdout=out, stderr=out, start_new_session=True,
-                                   preexec_fn=dies_with)
-    told, asked = time.monotonic(), False
+        process = subprocess.Popen([*tied, *command], env=os.environ | variables, stdout=out, stderr=out,
+                                   start_new_session=True)
+    told = time.monotonic()
     try:
-        while process.poll() is None:
+        while process.poll() is None and not stop():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
-            if stop() and not asked:
-                process.terminate()
-                asked = True
             if log and time.monotonic() - told > TOLD_EVERY_S:
                 tell(last_line(log))
                 told = time.monotonic()

@@ -232,8 +232,7 @@ def in_documents(model: Any, draw: Draw) -> tuple[float, float]:
 def with_fields(model: Any, draw: Draw, law: Law, **fields: Any) -> tuple[float, float]:
     """A law of a model with the same weights, and with other fields."""
     config = copy.deepcopy(model.config)
-    for name, value in fields.items():
-        setattr(config, name, value)
+    config.update(fields)
     other = type(model)(config).eval().double()
     other.load_state_dict(model.state_dict())
     return law(other, draw)
