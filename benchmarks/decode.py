@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lineartime.weights.generation.step import DecodeStep
 BLOCK_TOKENS = 256  # least tokens of a timed block, which has whole chunks: closing one has a price
 PEER_TOKENS = 32  # in llama.cpp, which closes no chunks
 FEW = 8  # tokens before the first timed block
+Step = Callable[[Tensor], Tensor]  # appends a token to every row; the logits of the next
 
 
 def whole_chunks(config: ModelConfig) -> int:
@@ -67,7 +69,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
 def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int,
                    compiled: bool, place: Row) -> Generator[Row, Row, None]:
     """The job of a case: decodes a block whenever it is asked, or a few tokens untimed."""
-    on, settings = measure.set_up(**place)
+    on, settings, _ = measure.set_up(**place)
     fields, block_tokens = ModelConfig(**config), PEER_TOKENS
     if label == llama.NAME:
         step, facts = llama.steps(fields, precision, n_tokens, batch_size, 2 * FEW + repeats * (block_tokens + 4))
@@ -75,7 +77,11 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
     else:
         model = LanguageModel(fields).to(on, getattr(torch, precision)).eval()
         facts, block_tokens = {}, whole_chunks(fields)
-        step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, compiled)
+        room = n_tokens + FEW + repeats * block_tokens
+        model.check_length(room)
+        state = filled_state(model, n_tokens, batch_size, room)
+        step = compiled_step(model, state, room) if compiled else partial(decode_step, model, state=state)
+        other = lambda ids_B: decode_step(model, ids_B, model.decoding_state(batch_size))  # noqa: E731
     answer: Row = {"settings": settings, "block_tokens": block_tokens, **facts}
     ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
     while True:
@@ -97,17 +103,6 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
             slowest.append(max(block["gpu_ms" if "gpu_ms" in block else "cpu_ms"]))
             answer = {"times": times, "slowest_token_ms": measure.spread(slowest),
                       "peak_mib": peak_bytes(on) / 2**20}
-
-
-Step = Callable[[Tensor], Tensor]  # appends a token to every row; the logits of the next
-
-
-def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, compiled: bool) -> tuple[Step, Step]:
-    """Steps after `n_tokens` tokens, with room for `n_new`, and steps of an empty state."""
-    model.check_length(n_tokens + n_new)
-    state = filled_state(model, n_tokens, batch_size, n_tokens + n_new)
-    step = compiled_step(model, state, n_tokens + n_new) if compiled else lambda ids_B: decode_step(model, ids_B, state)
-    return step, lambda ids_B: decode_step(model, ids_B, model.decoding_state(batch_size))
 
 
 def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step:

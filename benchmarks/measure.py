@@ -71,8 +71,7 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
     try:
         answers = []
         for case, worker in zip(cases, workers, strict=True):
-            more = case.first()
-            row = case.row
+            more, row = case.first(), case.row
             setup.progress(f"{row['label']}, context {row['context_tokens']:,}, {row['dtype']}: warm-up")
             answers.append(more if "failed" in more else worker.ask(more))
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
@@ -115,11 +114,6 @@ def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
         require_name("precision", precision, PRECISIONS)
     require(min(counts.values()) >= 1, "nothing to measure",
             ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
-
-
-def rss_bytes() -> int | None:
-    """The memory of this process; None where the system is not Linux."""
-    return system_bytes("/proc/self/status", "VmRSS")
 
 
 def peak_since(before: int, device: torch.device) -> Row:
@@ -187,8 +181,7 @@ def print_rows(rows: Sequence[Row]) -> None:
     timed = f"processor time, threads: {first['threads']}" if first["device"] == "cpu" else first["gpu"]
     print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run {first['run']}")
     for row in rows:
-        what = f"{row['label']:<36} {row.get('dtype', ''):<9} context {row['context_tokens']:,}"
-        what += f" {row['context']}" if "context" in row else ""
+        what = f"{row['label']:<36} {row['dtype']:<9} context {row['context_tokens']:,} {row.get('context', '')}"
         if "failed" in row:
             print(f"{what} failed: {row['failed']}")
             continue
@@ -197,12 +190,14 @@ def print_rows(rows: Sequence[Row]) -> None:
               f"{row['tokens_per_s']:,.0f} tokens/s{memory}")
 
 
-def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
-    """Begin a job in its process; the device, and the settings that were chosen."""
+def set_up(threads: int, device: str) -> tuple[torch.device, Row, int]:
+    """Begin a job in its process; the device, the settings that were chosen, and on a processor the
+    bytes that the process has so far, if the system is Linux."""
+    imported = (system_bytes("/proc/self/status", "VmRSS") or 0) * (device == "cpu")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     on = torch.device(device)
-    return on, choose_settings(on)
+    return on, choose_settings(on), imported
 
 
 class Worker:

@@ -22,7 +22,7 @@ def benchmark_op(name: str, config: ModelConfig, setup: Setup, *, tokens: int, p
     """Rows of an op's implementations. Raises UsageError for an unknown op or type."""
     require_name("op", name, OPS)
     measure.require_measurable([precision], repeats=setup.repeats, tokens=tokens)
-    device, settings = measure.set_up(**setup.place)
+    device, settings, _ = measure.set_up(**setup.place)
     n_rows, times = max(tokens // config.context, 1), dict[str, Times]()
     inputs = gated_inputs(config, n_rows, device, getattr(torch, precision))
     functions = implementations(name, config, device)

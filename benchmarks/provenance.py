@@ -22,11 +22,8 @@ def provenance() -> Row:
     """What a measurement needs to be repeated: commit, command, hardware, versions, load."""
     import torch  # here, for a report of rows needs none
 
-    program = Path(sys.argv[0])
-    begun = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(),
-            "command": shlex.join([*begun, *sys.argv[1:]]),
-            "cpu": cpu_model(), "cores": os.cpu_count(),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]), "cpu": cpu_model(), "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "load_average": round(os.getloadavg()[0], 2), "python": platform.python_version(),

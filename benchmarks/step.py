@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import Row, llama, measure, peers
-from benchmarks.measure import Case, Setup, Times, rss_bytes
+from benchmarks.measure import Case, Setup, Times
 from benchmarks.peers import Label
 from lineartime.base.errors import NumericsError
 from lineartime.base.settings import require
@@ -103,8 +103,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                    loss: float) -> Generator[Row, Row, None]:
     """The job of a case: checks and warms up, then takes a step whenever it is asked. wanted: the
     file of the first step's gradients; loss: its loss."""
-    imported = (rss_bytes() or 0) * (place["device"] == "cpu")
-    on, settings = measure.set_up(**place)
+    on, settings, imported = measure.set_up(**place)
     parsed, fields = peers.parse_label(label), ModelConfig(**config)
     n_tokens = n_rows * fields.context
     train = TrainConfig(precision=precision, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
@@ -160,8 +159,7 @@ def attention_of(label: Label, device: torch.device) -> AbstractContextManager[N
 @torch.inference_mode()
 def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, place: Row) -> Generator[Row, Row, None]:
     """The job of a case that only reads. Tests hold our forward pass to its reference."""
-    imported = (rss_bytes() or 0) * (place["device"] == "cpu")
-    on, settings = measure.set_up(**place)
+    on, settings, imported = measure.set_up(**place)
     fields, times = ModelConfig(**config), Times()
     answer: Row = {"settings": settings}
     if label == llama.NAME:
@@ -184,7 +182,7 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
 def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Generator[Row, Row, None]:
     """The job that makes what steps are compared with: loss and gradient of new weights by the
     reference, in eager float32, row by row. path: gets the gradient."""
-    on, _ = measure.set_up(**place)
+    on, *_ = measure.set_up(**place)
     fields = ModelConfig(**config)
     model = peers.build(peers.parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import lineartime
-from benchmarks.measure import rss_bytes
 from command_line import Call, assert_refused
 from lineartime.base.errors import DataError, UsageError
 from lineartime.cli.use import block_bytes
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
+from lineartime.training.runtime import system_bytes
 from lineartime.use.scoring import ScoringState, open_state, score
 from lineartime.weights.generation.generate import generate, prefill
 from lineartime.weights.load import load_model
@@ -107,7 +107,8 @@ def test_memory_is_constant() -> None:
     def blocks() -> Iterator[str]:
         for _ in range(15):
             yield content
-            sizes.append((tracemalloc.get_traced_memory()[0], rss_bytes() or 0, state.decoding.n_bytes))
+            resident = system_bytes("/proc/self/status", "VmRSS") or 0
+            sizes.append((tracemalloc.get_traced_memory()[0], resident, state.decoding.n_bytes))
 
     tracemalloc.start()
     assert sum(1 for _ in score(model, byte_tokenizer(), blocks(), state=state)) > 10_000
