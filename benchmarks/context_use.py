@@ -3,7 +3,6 @@
     python -m benchmarks.context_use RUN --data DATA --contexts 512,1024,2048 --out FILE.json"""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 
 from benchmarks import Row
 from lineartime.base.errors import DataError, NumericsError
-from lineartime.base.files import write_atomically
+from lineartime.base.files import write_json
 from lineartime.base.settings import PRECISIONS, require
 from lineartime.cli.terminal import exit_code
 from lineartime.data.tokens import TokenStream
@@ -50,17 +49,15 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     after, starts = longest - longest // 2, stream.document_positions.astype(int)
     lengths = np.diff(starts)
     n_tokens, documents = np.minimum(lengths, document_tokens or lengths), np.flatnonzero(lengths > after).tolist()
-    if not documents:
-        raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
-                        f"{stream.name}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
+    require(documents != [], f"no document has more than {after:,} tokens, half of the longest context",
+            f"{stream.name}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work", DataError)
     nll_DL = np.zeros((len(documents), len(contexts)))
     for row, i in enumerate(documents):
         targets = range(starts[i] + after, starts[i] + n_tokens[i])
         for column, context in enumerate(contexts):
             nll_DL[row, column] = score_targets(model, stream, targets, context, precision)
-            if not math.isfinite(nll_DL[row, column]):
-                raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
-                                    "the weights are damaged or have diverged")
+            require(math.isfinite(nll_DL[row, column]), "a held-out loss is not finite",
+                    f"document {i}, context {context}", "the weights are damaged or have diverged", NumericsError)
     return {"contexts": contexts, "after": after} | losses_and_gains(documents, n_tokens[documents] - after, nll_DL)
 
 
@@ -89,15 +86,15 @@ def score_targets(model: LanguageModel, stream: TokenStream, targets: range, con
                for begin, losses_T in zip(range(targets.start, targets.stop, half), losses, strict=True))
 
 
-def with_contexts(parser: argparse.ArgumentParser, *, required: bool) -> argparse.ArgumentParser:
+def with_contexts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=(),
-                        required=required, help="contexts, rising, with commas")
+                        help="contexts, rising, with commas")
     parser.add_argument("--document-tokens", type=int, help="read only so many tokens of each document")
     return parser
 
 
 def main() -> None:
-    parser = with_contexts(argparse.ArgumentParser(description=__doc__), required=True)
+    parser = with_contexts(argparse.ArgumentParser(description=__doc__))
     parser.add_argument("run", help="a run, one of its checkpoints, or small")
     parser.add_argument("--data", required=True, help="prepared text")
     parser.add_argument("--split", default="validation")
@@ -110,7 +107,7 @@ def main() -> None:
                               document_tokens=given.document_tokens, precision=given.precision)
     if given.out:
         about = facts | {"split": given.split, "trained_context": model.config.context}
-        write_atomically(given.out, json.dumps(about | use) + "\n")
+        write_json(given.out, about | use)
     print(f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents, each with more than {use['after']:,} "
           "tokens before it\n   context   nats per token   gain over the shortest, and its standard error")
     columns = (use[name] for name in ("contexts", "losses", "gains", "gain_errors"))

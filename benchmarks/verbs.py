@@ -49,10 +49,6 @@ class How:
     rows: Annotated[Path | None, "File that gets one JSON row per measurement.", "--json FILE"] = None
 
     @property
-    def precisions(self) -> list[str]:
-        return self.precision.split(",")
-
-    @property
     def setup(self) -> Setup:
         require(1 <= self.threads <= 1024, "wrong value", f"threads = {self.threads}", "it takes 1 to 1024")
         return Setup(self.repeats, self.threads, pick_device(self.device).type, progress=note)
@@ -83,7 +79,7 @@ def benchmark_decode(
         require_name("model", name, [*PRESETS, llama.NAME])
     how.show_and_keep(decode.benchmark_decode(
         {name: how.config(parse_label(name).preset) for name in models or DEFAULT},
-        how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precisions,
+        how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precision.split(","),
         quadratic_up_to=quadratic_up_to, compiled=compiled))
 
 
@@ -97,8 +93,8 @@ def benchmark_step(
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping,
     optimizer. Any --set applies to every model that has the field."""
-    cases = step.step_cases(labels or DEFAULT, how.contexts or (512, 2048, 8192), how.precisions, tokens=tokens,
-                            config_of=how.config, reads=reads)
+    cases = step.step_cases(labels or DEFAULT, how.contexts or (512, 2048, 8192), how.precision.split(","),
+                            tokens=tokens, config_of=how.config, reads=reads)
     for rows in step.benchmark_step(cases, how.setup, together=together):
         how.show_and_keep(rows)
 
@@ -106,7 +102,7 @@ def benchmark_step(
 def benchmark_op(how: How, name: Annotated[str, f"{', '.join(op.OPS)}.", "OP"], tokens: Tokens = 8192) -> None:
     """Forward and backward of one op: the reference, the same compiled and, on a GPU, the kernels,
     side by side."""
-    for precision in how.precisions:
+    for precision in how.precision.split(","):
         for context in how.contexts or (2048,):
             config = replace(how.config(op.OPS.get(name, "flash")), context=context)
             how.show_and_keep(op.benchmark_op(name, config, how.setup, tokens=tokens, precision=precision))
@@ -148,8 +144,7 @@ def reproduce(
     for name in names:
         require_name("table", name, TABLES)
     require(jobs is None or jobs >= 1, "wrong value", f"jobs = {jobs}", "it takes whole numbers from 1")
-    if texts is not None and not texts.is_dir():
-        raise DataError("no such folder of texts", texts)
+    require(texts is None or texts.is_dir(), "no such folder of texts", texts, kind=DataError)
     path, where = rows or out / "rows.jsonl", pick_device(device).type
     place = runner.Place(texts, out, path, where, jobs or (1 if where == "cuda" else os.cpu_count() or 1), note)
     with StopSignal().listening(say_stopping) as stop:
@@ -248,8 +243,7 @@ def report(
     read, verb = {"speed": (read_rows, "step ... --json FILE"), "recall": (study.read_rows, "recall"),
                   "laws": (rows_in, "laws --json FILE"), "table": (read_records, "reproduce")}[kind]
     measured = read(path)
-    if not measured:
-        raise DataError("no rows to report", path, f"`python -m benchmarks {verb}` writes them")
+    require(measured != [], "no rows to report", path, f"`python -m benchmarks {verb}` writes them", DataError)
     if into:
         for written in pages.fill_pages(map(Path, into), ROOT / "benchmarks" / "tables" / "images", kind, measured):
             say(f"written  {written}")

@@ -5,6 +5,7 @@
 writes OUT/code, which `lineartime prepare` reads."""
 
 import hashlib
+import itertools
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -19,10 +20,9 @@ def code_documents() -> dict[str, str]:
     """Folders of at least 40,000 characters."""
     found: dict[str, str] = {}
     for package in (torch, transformers):
-        root, files = Path(package.__file__).parent, defaultdict(list)
-        for path in sorted(root.rglob("*.py")):
-            files[path.parent].append(path)
-        for folder, own in sorted(files.items()):
+        root = Path(package.__file__).parent
+        files = sorted(root.rglob("*.py"), key=lambda path: (path.parent, path))
+        for folder, own in itertools.groupby(files, lambda path: path.parent):
             text = "\n\n".join(f"# {path.name}\n{path.read_text(encoding='utf-8', errors='ignore')}" for path in own)
             if len(text) >= 40_000:
                 found[f"{package.__name__}/{folder.relative_to(root).as_posix()}"] = text

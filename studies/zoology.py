@@ -30,7 +30,7 @@ from lineartime.base.words import markdown
 from lineartime.cli.terminal import Terminal, exit_code, note, say_stopping
 from lineartime.training.runtime import StopSignal
 
-TASK = TASKS["zoology"]
+TASK, ROWS = TASKS["zoology"], ROOT / "benchmarks" / "rows" / "zoology.jsonl"
 TRAINED = {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_000, (256, 64): 20_000}
 """Rows of each set of Zoology's, by tokens in a row and pairs in it."""
 TESTED = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
@@ -108,11 +108,10 @@ def table(rows: Sequence[Row]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "rows" / "zoology.jsonl")
     parser.add_argument("--into", type=Path, help="do not measure; write the table of the rows into this page")
     given = parser.parse_args()
     if given.into:
-        made = table(rows_in(given.rows))
+        made = table(rows_in(ROWS))
         write_atomically(given.into, with_places(given.into, "zoology sizes", lambda _: f"{made}\n"))
     else:
-        sys.exit(exit_code(lambda: measure(given.rows)))
+        sys.exit(exit_code(lambda: measure(ROWS)))

@@ -3,9 +3,7 @@
     python -m benchmarks.paper.peer NAME SETTINGS.toml DEVICE [--contexts N,N,...]"""
 
 import argparse
-import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +15,7 @@ from benchmarks.context_use import measure_context_use, with_contexts
 from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
 from benchmarks.provenance import installed_version
-from lineartime.base.files import write_atomically
+from lineartime.base.files import read_toml, write_json
 from lineartime.base.ranks import TIMEOUT_S, Ranks
 from lineartime.cli.terminal import Terminal, exit_code, say_stopping
 from lineartime.data.tokens import open_data, open_split, read_manifests, sha256_of
@@ -36,9 +34,8 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
     `contexts` also `context_use.json` beside the run, as `benchmarks.context_use` does."""
     config, fields = config_for_data(settings), PEERS[name]
     held_out, manifests = open_split(config.data, "validation"), read_manifests(config.data)
-    package = {"package": "transformers", "version": installed_version("transformers")}
     facts = {"data_sha256": sha256_of(config.data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
-             "peer": {**package, **fields}}
+             "peer": {"package": "transformers", "version": installed_version("transformers"), **fields}}
 
     def begin(ranks: Ranks) -> Setup:
         torch.manual_seed(config.train.seed)
@@ -52,7 +49,7 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
                                  batch_rows=config.micro_batch_rows)
         if contexts:
             use = measure_context_use(model, held_out, contexts, document_tokens=document_tokens)
-            write_atomically(Path(config.out).with_name("context_use.json"), json.dumps(use))
+            write_json(Path(config.out).with_name("context_use.json"), use)
         return {"steps": config.train.steps, "held_out": found.to_dict(), "peak_mib": peak_mib, "peer": facts["peer"],
                 "n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model)}
 
@@ -60,14 +57,14 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
 
 
 def main() -> None:
-    parser = with_contexts(argparse.ArgumentParser(), required=False)
+    parser = with_contexts(argparse.ArgumentParser())
     parser.add_argument("name", choices=PEERS)
     parser.add_argument("settings", type=Path)
     parser.add_argument("device")
     given = parser.parse_args()
-    settings = tomllib.loads(given.settings.read_text(encoding="utf-8"))
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
-        train(given.name, settings, given.device, Callbacks(stop, terminal.step), given.contexts, given.document_tokens)
+        train(given.name, read_toml(given.settings), given.device, Callbacks(stop, terminal.step), given.contexts,
+              given.document_tokens)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from benchmarks.provenance import append_json_lines, provenance
 from benchmarks.step import StepCase, benchmark_step
 from lineartime.base.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.base.files import json_sha256, read_json, write_atomically
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
 from lineartime.folders import read_fine_tuning, read_metrics, read_result, read_run
@@ -128,8 +129,7 @@ def prepare(text: Text, place: Place, stop: StopSignal) -> None:
     failed = call(["prepare", *sources, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
                    *(["--mlm"] if text.mlm else [])], f"text {text.name}", out.with_suffix(".log"), place, stop)
     stop.check(STOPPED)
-    if failed:
-        raise ResourceError("a text cannot be prepared", text.name, failed)
+    require(failed is None, "a text cannot be prepared", text.name, failed, ResourceError)
 
 
 def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSignal) -> int:

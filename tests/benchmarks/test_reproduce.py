@@ -15,7 +15,7 @@ from benchmarks.paper.results import by_key, read_records, records_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
 from benchmarks.peers import build_peer
 from lineartime.base.errors import DataError, LineartimeError, ResourceError, Stopped
-from lineartime.config import TrainConfig, model_config
+from lineartime.config import TASKS, TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.training.loop import Callbacks
 from lineartime.training.ordered import parameter_parts
@@ -30,6 +30,8 @@ def config_of(cell):
 
 
 def test_every_cell_is_a_run_that_can_be_configured():
+    assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
+    assert tables.PAPER.keys() == TABLES.keys()
     for cell in (cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)):
         assert config_of(cell).model.context == cell.settings()["context"]
 
