@@ -106,8 +106,7 @@ def main() -> None:
     use = measure_context_use(model.to(pick_device(given.device)), stream, given.contexts,
                               document_tokens=given.document_tokens, precision=given.precision)
     if given.out:
-        about = facts | {"split": given.split, "trained_context": model.config.context}
-        write_json(given.out, about | use)
+        write_json(given.out, facts | {"split": given.split, "trained_context": model.config.context} | use)
     print(f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents, each with more than {use['after']:,} "
           "tokens before it\n   context   nats per token   gain over the shortest, and its standard error")
     columns = (use[name] for name in ("contexts", "losses", "gains", "gain_errors"))

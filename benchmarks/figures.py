@@ -100,12 +100,14 @@ def draw(picture: Picture, path: Path) -> None:
 
 
 def draw_lines(axes: Axes, panel: Panel) -> None:
-    """Lines, each with a band from the least to the most."""
+    """Lines, each with a band from the least to the most; a single point has a bar."""
     for line in (line for line in panel.lines if line.points):
         x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
         style: dict[str, Any] = {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2} | line.style
         axes.plot(x, y, label=line.name, **style | ({"marker": "o", "markersize": 6} if len(x) == 1 else {}))
-        if reach:
+        if reach and len(x) == 1:
+            axes.vlines(x, reach[0], reach[1], color=line.style["color"], alpha=0.5, linewidth=2)
+        elif reach:
             axes.fill_between(x, reach[0], reach[1], color=line.style["color"], alpha=0.18, linewidth=0)
     if panel.level is not None:
         axes.axhline(panel.level, label=panel.level_name, **DASHED)

@@ -177,8 +177,7 @@ def difference_part(results: Results, losses: pd.DataFrame, head: Sequence[str],
 
 
 def columns_part(results: Results) -> str:
-    losses = results.trained.loss.unstack("column")
-    losses = losses[[column for column in results.columns if column in losses]]
+    losses = results.trained.loss.unstack("column").reindex(columns=results.columns)
     return difference_part(results, losses, list(losses), compared(results))
 
 
