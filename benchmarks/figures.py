@@ -24,6 +24,7 @@ from benchmarks.markdown import parameters, tokens, unique
 from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
 from benchmarks.paper.tables import value
 from benchmarks.recall.study import ABOUT, STUDY, accuracies, learned, sizes, without_keys
+from benchmarks.recall.tasks import Task
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.base.files import replaced
 from lineartime.training.plot import COLOURS, STYLE
@@ -303,7 +304,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
 
 def recall_picture(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by number of facts, by length, and by step, each model's mean and range."""
-    (what, n_values), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
+    (what, n_values, counted), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
     models = learned(rows, task)
     if len(models) > len(COLOURS):
         models = {name: models[name] for name in STUDY["lists"]["drawn"] if name in models}
@@ -313,17 +314,17 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
         by_number.append(Line(name, spread_points({n: accuracies(runs, lengths[0], n) for n in n_facts}), style))
         by_length.append(Line(name, spread_points({length: accuracies(runs, length) for length in lengths}), style))
         by_step.append(Line(name, tuple((step, right) for step, _, right in runs[0]["curve"]), style))
-    # A model that would know a row's values but not their keys. It is drawn on top.
-    known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
-    mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]
-    by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))
-    by_length.append(Line(name, tuple((length, mean) for length in lengths), DOTTED))
-    by_step.append(Line(name, ((min(steps), mean), (max(steps), mean)), DOTTED))
+    if counted == Task.counted:  # a model that would know a row's values but not their keys, drawn on top
+        known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
+        mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]
+        by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))
+        by_length.append(Line(name, tuple((length, mean) for length in lengths), DOTTED))
+        by_step.append(Line(name, ((min(steps), mean), (max(steps), mean)), DOTTED))
     guess: dict[str, Any] = {"y_label": "accuracy", "level": 1 / n_values, "level_name": "a guess"}
     return Picture(
         f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
         "range of the seeds; the curves over steps are of the first seed.", (
-            Panel(f"in rows of {lengths[0]} tokens", "facts in the row (n)", lines=tuple(by_number),
+            Panel(f"in rows of {lengths[0]} tokens", f"{counted} (n)", lines=tuple(by_number),
                   contexts=tuple((n, str(n)) for n in n_facts), **guess),
             Panel("in longer rows, all numbers", "tokens in the row", lines=tuple(by_length),
                   contexts=tuple((length, f"{length:,}") for length in lengths), **guess),

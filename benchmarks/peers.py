@@ -118,14 +118,16 @@ def flash_pytorch(config: ModelConfig) -> "Peer":
 def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
     """A model of transformers with the width, vocabulary and head of `config`, and initial values
     of its own. fields: of its configuration; `forgets` among them is the share of its state that a
-    layer forgets with each token at first, in place of what it draws. Raises UsageError where the
-    numbers of parameters are 3 % apart."""
+    layer forgets with each token at first, in place of what it draws, and `kept` the number of
+    layers that stay, as some types ask for an attention layer. Raises UsageError where the numbers
+    of parameters are 3 % apart."""
     from transformers import AutoConfig, AutoModel
 
     no_tokens = dict.fromkeys(f"{which}_token_id" for which in ("pad", "bos", "eos", "cls", "sep"))
-    own = {field: value for field, value in fields.items() if field != "forgets"}
+    own = {field: value for field, value in fields.items() if field not in ("forgets", "kept")}
     body = AutoModel.from_config(AutoConfig.for_model(
         **own, **no_tokens, hidden_size=config.d_model, vocab_size=config.vocab_size, use_cache=False))
+    body.layers = body.layers[: fields.get("kept")]
     for layer in body.modules():
         if "forgets" in fields and hasattr(layer, "dt_bias"):  # exp(A_log) * softplus(dt_bias)
             nn.init.zeros_(layer.A_log)

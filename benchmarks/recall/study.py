@@ -28,8 +28,9 @@ from lineartime.training.evaluation import load_with_split
 
 STUDY: dict[str, Any] = tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
 RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
-ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT], len(DIGITS))}
-"""What is asked, and how many values there are, of which a guess takes one."""
+ABOUT = {name: (task.what, task.n_values, task.counted) for name, task in TASKS.items()} | {
+    TEXT: (FORMS[TEXT], len(DIGITS), Task.counted)}
+"""What is asked, how many values there are, and what `n_facts` counts."""
 MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}  # which no row says
 
 
@@ -203,7 +204,7 @@ def without_keys(task: str, n_facts: int) -> float:
 def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
     """The lengths and the numbers of facts that a task was asked at, the trained length first."""
     row = learning(rows, task)[0]
-    return [times * row["length"] for times in Task.times], row["n_facts"]
+    return [times * row["length"] for times in TASKS.get(task, Task).times], row["n_facts"]
 
 
 def line(row: Row) -> str:
@@ -232,11 +233,11 @@ def section(rows: Sequence[Row], task: str, pictures: Sequence[str] = ()) -> str
     own = learning(rows, task)
     if not own:
         return "Not measured yet."
-    (what, n_values), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
-    told = (f"Accuracy, {what}: by number of facts in rows of {lengths[0]} tokens, then in longer rows over all "
-            f"numbers of facts. The mean of the seeds, and their range. A guess is right {1 / n_values:.2g} of the "
+    (what, n_values, counted), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
+    told = (f"Accuracy, {what}: by number of {counted} in rows of {lengths[0]} tokens, then in longer rows over all "
+            f"numbers of {counted}. The mean of the seeds, and their range. A guess is right {1 / n_values:.2g} of the "
             "time.")
-    head = ["model", "learned from step", *(f"{n} facts" for n in n_facts),
+    head = ["model", "learned from step", *(f"{n} {counted}" for n in n_facts),
             *(f"{length} tokens" for length in lengths[1:])]
     lines = [[in_markdown(name), ", ".join(f"{run['passed']:,}" if run["passed"] else "never" for run in runs),
               *(spread_text(accuracies(runs, lengths[0], n)) for n in n_facts),

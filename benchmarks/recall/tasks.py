@@ -1,9 +1,11 @@
 """Synthetic tasks of recall: rows in which facts are written, and questions whose answers only the
-row holds.
+row holds. And tasks of a state: words of a group, and at each letter what they multiply to.
 
 A fact is a key and a value. A question is a key; the token that must come next is its value. All
 other tokens are noise or structure, and are not scored. A draw depends on its generator alone."""
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +58,7 @@ class Task:
     answers: tuple[int, ...] | None = None
     """The tokens of which the most probable one is the answer; by default all."""
     end_of_document: int | None = None
+    counted: str = "facts"  # what `n_facts` counts
 
 
 def commonest(n_values: int, n: int) -> float:
@@ -148,7 +151,30 @@ def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
     return Rows(ids_BT.scatter_(1, asked_BN, keys_BN), asked_BN, values_BN)
 
 
+def word(letters: Sequence[Sequence[int]], n_rows: int, n_asked: int, length: int, generator: torch.Generator,
+         ends: bool = False) -> Rows:
+    """Random words of letters, each a permutation. At each of a word's first `n_asked` letters, or
+    the last, a question: the number of the permutation that the word has made so far."""
+    every = list(itertools.permutations(range(len(letters[0]))))
+    number = {each: i for i, each in enumerate(every)}
+    after_LP = torch.tensor([[number[tuple(letter[i] for i in each)] for each in every] for letter in letters])
+    ids_BT = torch.randint(len(letters), (n_rows, length), generator=generator)
+    made_BT = torch.zeros_like(ids_BT)
+    for t in range(length):
+        made_BT[:, t] = after_LP[ids_BT[:, t], made_BT[:, t - 1]]
+    asked_N = torch.arange(length)[-n_asked:] if ends else torch.arange(n_asked)
+    return Rows(ids_BT, asked_N.expand(n_rows, -1), made_BT[:, asked_N])
+
+
+def word_task(letters: Sequence[Sequence[int]], what: str) -> Task:
+    """Words of up to 40 letters, asked in longer ones too."""
+    n = math.factorial(len(letters[0]))
+    return Task(partial(word, letters), what, n, WORD[-1], WORD, n, test=partial(word, letters, ends=True),
+                times=(1, 2, 4, 7), test_rows=48, least=WORD[-1], counted="last letters")
+
+
 SMALL = (4, 8, 16, 32)
+WORD = (5, 10, 20, 40)  # letters of training words, the shortest first; test words are asked at as many last ones
 TASKS = {
     "pairs": Task(pairs, "key-value pairs of two tokens at the beginning", FIRST_PAIR, 128, SMALL, N_VALUES,
                   least=2 * SMALL[-1] + N_QUESTIONS),
@@ -162,6 +188,8 @@ TASKS = {
                     least=2 * SMALL[-1] + 2),
     "zoology": Task(zoology, "multi-query associative recall in Zoology's form", ZOOLOGY_VOCABULARY, 128, SMALL,
                     ZOOLOGY_VOCABULARY // 2, distinct=True, least=4 * SMALL[-1]),
+    "parity": word_task([(0, 1), (1, 0)], "whether so far the number of ones is odd"),
+    "s5": word_task([(1, 0, 2, 3, 4), (1, 2, 3, 4, 0)], "the order that swaps and turns have given five things"),
 }
 
 # Recall inside real text: names that are no words, each with a digit behind it, anywhere in an
