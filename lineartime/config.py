@@ -395,7 +395,8 @@ PRESETS: dict[str, ModelConfig] = {
     "transformer": TRANSFORMER, "transformer+": TRANSFORMER_PLUS, "transformer++": TRANSFORMER_PLUS_PLUS,
     "performer": PERFORMER, "performer-matmul": replace(PERFORMER, prefix_sum="matmul"), "combiner": COMBINER,
     "mc-tfm++": MC_TFM_PLUS_PLUS, "flash-quad": FLASH_QUAD, "flash": FLASH,
-    "flash+": replace(FLASH, key_conv=3, linear_rope=False, linear_gate=True, chunk_pooling="written")}
+    "flash+": replace(FLASH, key_conv=3, local_key_conv=True, linear_rope=False, linear_gate=True,
+                      chunk_pooling="written")}
 """The paper's models as in Table 9 (Wiki-40B), and `flash+`, with options beyond the paper."""
 
 TASKS = ("c4", "wiki40b", "pg19")

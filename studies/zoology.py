@@ -36,7 +36,7 @@ TRAINED = {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_
 TESTED = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
 N_TEST, N_HELD_OUT, TEST_SEED = 1000, 16, 1 << 31
 LONGEST = max(length for length, _ in TRAINED)
-MODELS = ("flash", "flash+", "transformer++", "transformer++, conv", "gated-deltanet", "mamba2")
+MODELS = ("flash", "flash+", "flash+ but near", "transformer++", "transformer++, conv", "gated-deltanet", "mamba2")
 RATES, SEEDS = (3e-3, 6e-3), (0, 1, 2)
 LENGTH_OF_TRAINING = {"steps": 1500, "tokens_per_step": 8192}
 

@@ -74,8 +74,8 @@ def test_presets_are_the_columns_of_the_tables():
             row: values[column] for row, values in TABLES[task].items()}
         assert config.prefix_sum == {"performer": "scan", "performer-matmul": "matmul"}.get(model)
         assert config.gate == (config.ffn == "gau")
-    four = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
-    assert to_dict(model_config("flash+")) == to_dict(model_config("flash")) | four
+    five = {"key_conv": 3, "local_key_conv": True, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+    assert to_dict(model_config("flash+")) == to_dict(model_config("flash")) | five
 
 
 def test_training_defaults_are_the_rows_of_the_hyperparameter_tables():
@@ -101,7 +101,7 @@ def test_what_follows_from_the_fields():
     assert model_config("transformer+", context=1024).max_len is None
     assert model_config("flash-quad", context=511).max_len == 511
     assert model_config("flash-quad", context=32, abs_pos="learned", attn_scale_len=13).max_len == 13
-    hybrid = model_config("flash+", context=400, layers=["gau", "gau_quadratic"], local_key_conv=True)
+    hybrid = model_config("flash+", context=400, layers=["gau", "gau_quadratic"])
     quad = replace(hybrid, context=800, **hybrid.kept_scale).of_layer("gau_quadratic")
     assert (hybrid.n_layers, hybrid.max_len, quad.attn_type, quad.scale_len) == (2, 400, "quadratic", 400)
     older = {**to_dict(model_config("flash", n_layers=5)), "full_attention_interval": 2}

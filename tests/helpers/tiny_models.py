@@ -62,7 +62,7 @@ COMBINED: dict[str, ModelConfig] = {
     "flash+ heads": model_config("flash+", **SIZES, **GAU, **HEADS, chunk_size=CHUNK),
     "flash global heads long memory": replace(FLASH, **LONG_MEMORY, n_heads=2, chunk_parts="global"),
     "mc-tfm++ long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY),
-    "flash near and long memory": replace(FLASH, **LONG_MEMORY, local_key_conv=True),
+    "flash long memory": replace(FLASH, **LONG_MEMORY),
     "mc-tfm++ near and long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY,
                                                   local_key_conv=True),
     "flash-quad key conv": replace(FLASH_QUAD, key_conv=3),
@@ -82,7 +82,7 @@ CONFIGS |= COMBINED
 
 OWN_GRID = {f"{name}, own grid": replace(CONFIGS[name], document_grid="own") for name in (
     "flash", "flash+", "transformer++", "flash-quad", "mc-tfm++", "performer", "combiner", "flash overlap",
-    "flash near and long memory", "flash-quad key conv", "flash-quad in flash+", "flash others' options", "hybrid")}
+    "flash long memory", "flash-quad key conv", "flash-quad in flash+", "flash others' options", "hybrid")}
 """Models whose documents have positions and chunks of their own in a packed row."""
 BOTH_GRIDS = CONFIGS | OWN_GRID
 OWN_ON_PUSH = ("flash, own grid", "flash+, own grid", "transformer++, own grid")

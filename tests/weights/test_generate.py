@@ -174,7 +174,7 @@ def test_it_is_the_step_of_decoding(name):
         assert (logits_BV - wanted_BTV[:, t]).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("name", ["flash", "transformer++", *rest("flash heads", "flash near and long memory",
+@pytest.mark.parametrize("name", ["flash", "transformer++", *rest("flash heads", "flash long memory",
                                                                   "performer", "flash-quad", "flash, own grid")])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @torch.no_grad()
