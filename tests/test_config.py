@@ -74,7 +74,8 @@ def test_presets_are_the_columns_of_the_tables():
             row: values[column] for row, values in TABLES[task].items()}
         assert config.prefix_sum == {"performer": "scan", "performer-matmul": "matmul"}.get(model)
         assert config.gate == (config.ffn == "gau")
-    five = {"key_conv": 3, "local_key_conv": True, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+    five = {"key_conv": 3, "local_key_conv": True, "linear_rope": False, "linear_gate": True,
+            "chunk_pooling": "written"}
     assert to_dict(model_config("flash+")) == to_dict(model_config("flash")) | five
 
 

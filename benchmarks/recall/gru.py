@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from lineartime import ModelConfig, ResidualLayer, SequenceInfo
+from lineartime.model.decoding.cache import Cache
 
 
 class GRU(ResidualLayer):
@@ -12,5 +13,5 @@ class GRU(ResidualLayer):
         super().__init__(config)
         self.gru = nn.GRU(config.d_model, config.d_model, batch_first=True)
 
-    def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: None = None) -> Tensor:
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         return self.gru(normed_BTD)[0]
