@@ -328,11 +328,11 @@ class ResidualLayer(nn.Module):
             out = drop(out)
         if torch.float16 not in (self.small_weight.dtype, matmul_dtype(out)):
             projected = self.out_proj(out)
-        else:  # each token is divided by its largest entry before the product, which is multiplied by it
-            largest = float16_as_float32(out.detach()).abs().amax(-1, keepdim=True).clamp(min=1)
+        else:  # each token is divided, so that its largest entry is 64, before the product, which is multiplied
+            factor = (float16_as_float32(out.detach()).abs().amax(-1, keepdim=True) / 64).clamp(min=1)
             bias = self.out_proj.bias
-            projected = self.out_proj((out / largest).half()).float() * largest
-            projected = projected if bias is None else projected + (1 - largest) * bias
+            projected = self.out_proj((out / factor).half()).float() * factor
+            projected = projected if bias is None else projected + (1 - factor) * bias
         return drop(projected) if drops else projected
 
     @property
