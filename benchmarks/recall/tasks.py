@@ -5,7 +5,6 @@ A fact is a key and a value. A question is a key; the token that must come next 
 other tokens are noise or structure, and are not scored. A draw depends on its generator alone."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -151,14 +150,12 @@ def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
     return Rows(ids_BT.scatter_(1, asked_BN, keys_BN), asked_BN, values_BN)
 
 
-def word(letters: Sequence[Sequence[int]], n_rows: int, n_asked: int, length: int, generator: torch.Generator,
+def word(after_LP: Tensor, n_rows: int, n_asked: int, length: int, generator: torch.Generator,
          ends: bool = False) -> Rows:
-    """Random words of letters, each a permutation. At each of a word's first `n_asked` letters, or
-    the last, a question: the number of the permutation that the word has made so far."""
-    every = list(itertools.permutations(range(len(letters[0]))))
-    number = {each: i for i, each in enumerate(every)}
-    after_LP = torch.tensor([[number[tuple(letter[i] for i in each)] for each in every] for letter in letters])
-    ids_BT = torch.randint(len(letters), (n_rows, length), generator=generator)
+    """Random words of letters that permute things. At each of a word's first `n_asked` letters, or
+    the last, a question: the number of the permutation that the word has made so far. after_LP: the
+    permutation that a letter makes of each one."""
+    ids_BT = torch.randint(len(after_LP), (n_rows, length), generator=generator)
     made_BT = torch.zeros_like(ids_BT)
     for t in range(length):
         made_BT[:, t] = after_LP[ids_BT[:, t], made_BT[:, t - 1]]
@@ -167,9 +164,11 @@ def word(letters: Sequence[Sequence[int]], n_rows: int, n_asked: int, length: in
 
 
 def word_task(letters: Sequence[Sequence[int]], what: str) -> Task:
-    """Words of up to 40 letters, asked in longer ones too."""
-    n = math.factorial(len(letters[0]))
-    return Task(partial(word, letters), what, n, WORD[-1], WORD, n, test=partial(word, letters, ends=True),
+    """Words of up to 40 letters, each a permutation, asked in longer ones too."""
+    every = list(itertools.permutations(range(len(letters[0]))))
+    number, n = {each: i for i, each in enumerate(every)}, len(every)
+    after_LP = torch.tensor([[number[tuple(letter[i] for i in each)] for each in every] for letter in letters])
+    return Task(partial(word, after_LP), what, n, WORD[-1], WORD, n, test=partial(word, after_LP, ends=True),
                 times=(1, 2, 4, 7), test_rows=48, least=WORD[-1], counted="last letters")
 
 
