@@ -328,7 +328,9 @@ class ResidualLayer(nn.Module):
             out = drop(out)
         if torch.float16 not in (self.small_weight.dtype, matmul_dtype(out)):
             projected = self.out_proj(out)
-        else:  # each token is divided, so that its largest entry is 64, before the product, which is multiplied
+        else:
+            # A token is divided so that no entry is above 64, and its product multiplied again:
+            # so it stays in float16's range. A lower limit would round it away beside the bias.
             factor = (float16_as_float32(out.detach()).abs().amax(-1, keepdim=True) / 64).clamp(min=1)
             bias = self.out_proj.bias
             projected = self.out_proj((out / factor).half()).float() * factor
