@@ -13,7 +13,7 @@ from lineartime.cli.verbs import add_verb, main
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
 VERBS: dict[str, tuple[Callable[..., None], list[str]]] = {
-    "step": (verbs.benchmark_step, ["step flash:compile transformer++ --contexts 512,2048,8192",
+    "step": (verbs.benchmark_step, ["step flash:compiled transformer++ --contexts 512,2048,8192",
                                     "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"]),
     "decode": (verbs.benchmark_decode, ["decode flash transformer++ --contexts 2048,8192"]),
     "op": (verbs.benchmark_op, ["op gated_chunk_attention --contexts 2048 --precision bfloat16"]),

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from benchmarks import Row
 from benchmarks.markdown import parameters, tokens, unique
-from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
+from benchmarks.paper.results import CELL, Results, costs, curve_of, of_cell, speedups, spread, step_speedups
 from benchmarks.paper.tables import value
 from benchmarks.recall.study import ABOUT, STUDY, accuracies, learned, sizes, without_keys
 from benchmarks.recall.tasks import Task
@@ -260,6 +260,16 @@ def size_panels(results: Results) -> list[Panel]:
             for column in results.columns]
 
 
+def lasting_panels(results: Results) -> list[Panel]:
+    """A line for each model, its best row of each length by tokens and by processor time; what
+    stands before a row's comma is its model."""
+    each = spread(results.trained.loss).join(results.trained[["tokens", "minutes"]].groupby(CELL).mean())
+    each = each.assign(tokens=each.tokens / 1e6, row=each.index.get_level_values("row").str.split(",").str[0])
+    best = each.sort_values("mean").drop_duplicates(["row", "tokens"])
+    return [Panel("", words, "nats per token", lines(best.row, best.set_index(["row", place])[["mean", "min", "max"]]),
+                  x_scale="log") for place, words in (("tokens", "million tokens"), ("minutes", "processor minutes"))]
+
+
 def speedup_panels(results: Results) -> list[Panel]:
     """Figure 1: a panel for each Transformer, FLASH's speed-up over it against the context."""
     panels, contexts = [], {name: column.context for name, column in results.table.columns.items()}
@@ -298,6 +308,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
     **dict.fromkeys(("mlm_c4", "lm_wiki40b", "lm_pg19", "flash_ablation", "chunk_size", "more_tokens"), COST),
     "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
     "gpu_latency": ("latency", "Time of a training step", latency_panels),
+    "lasting": ("loss", "Loss at the end of runs of four lengths", lasting_panels),
     "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
 """By table: the end of its file's name, what it shows, and its panels."""
 

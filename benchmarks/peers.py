@@ -20,9 +20,8 @@ from lineartime.ops.cross_entropy import linear_cross_entropy
 PACKAGES = {"flash-pytorch": "FLASH-pytorch", "llama.cpp": "llama.cpp", **dict.fromkeys(PEERS, "transformers")}
 """Others' models, and where they come from."""
 
-VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
-            "checkpoint": "checkpointed", "checkpointed": "checkpointed"}
-"""What may stand behind a model, and its name in a `Label`, which has them in this order."""
+VARIANTS = ("unfused", "reference", "compiled", "checkpointed")
+"""What may stand behind a model; a `Label` has them in this order."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Label:
     """A model and how it is run: `transformer++:unfused:compiled`."""
 
     model: str
-    how: tuple[str, ...] = ()  # names among the values of `VARIANTS`
+    how: tuple[str, ...] = ()  # names of `VARIANTS`
 
     @property
     def text(self) -> str:
@@ -52,8 +51,7 @@ def parse_label(text: str) -> Label:
     require_name("model", model, [*PRESETS, *PACKAGES])
     for name in names:
         require_name("variant", name, VARIANTS)
-    how = {VARIANTS[name] for name in names}
-    label = Label(model, tuple(name for name in dict.fromkeys(VARIANTS.values()) if name in how))
+    how, label = set(names), Label(model, tuple(name for name in VARIANTS if name in names))
     preset, is_peer = PRESETS[label.preset], model in PACKAGES
     fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
     require("unfused" not in how or fused, "only the Transformers have a fused attention", text)

@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks import ROOT, Row
 from lineartime.base.files import read_json_lines, system_errors
-from lineartime.config import with_layers
 
 
 def provenance() -> Row:
@@ -58,21 +57,13 @@ def cpu_model() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((each.version for each in importlib.metadata.distributions(name=package)), None)
 
 
 def rows_in(path: Path, parse: Callable[[Any], Row] = dict, what: str = "a row") -> list[Row]:
     """The rows of a file, oldest first, but for a last line that was cut off; none without a file.
-    Older settings have today's names. parse, what: as in `read_json_lines`. Raises DataError."""
-    def parse_renamed(row: Any) -> Row:
-        if "full_attention_interval" in (row.get("settings") or ()):
-            row["settings"] = with_layers(row["settings"])
-        return parse(row)
-
-    return read_json_lines(path, parse_renamed, what) if path.exists() else []
+    parse, what: as in `read_json_lines`. Raises DataError."""
+    return read_json_lines(path, parse, what) if path.exists() else []
 
 
 def append_json_lines(path: Path, rows: Iterable[Row]) -> None:

@@ -85,8 +85,8 @@ def benchmark_decode(
 
 def benchmark_step(
     how: How,
-    labels: Annotated[tuple[str, ...], f"Models ({', '.join([*PRESETS, *PACKAGES])}), each perhaps with :compile, "
-                                       ":checkpoint, :reference or :unfused behind it.", "LABELS"] = (),
+    labels: Annotated[tuple[str, ...], f"Models ({', '.join([*PRESETS, *PACKAGES])}), each perhaps with :compiled, "
+                                       ":checkpointed, :reference or :unfused behind it.", "LABELS"] = (),
     tokens: Tokens = 8192,
     together: Annotated[bool, "Measure all contexts and types side by side, not one after another."] = False,
     reads: Annotated[bool, "Only forward, to the logits of the last token, without a gradient."] = False,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.cells import shaped_config
+from benchmarks import cells
 from lineartime.config import REMOVED, ModelConfig, TrainConfig, model_config
 
 ScaleName = Literal["paper", "gpu", "cpu"]
@@ -52,8 +52,8 @@ class Table:
     reference: str | None = None
     one_seed: list[str] | Literal["all"] = field(default_factory=list)
     cpu_caption: str = ""
-    evaluations: dict[str, str] = field(default_factory=dict)
-    """Options of `benchmarks.context_use`, by what a row calls its JSON."""
+    evaluations: dict[str, str] = field(default_factory=dict)  # of `benchmarks.context_use`, by their names in a row
+    own: dict[str, dict[str, Settings]] = field(default_factory=dict)  # by column and row
 
 
 def table_of(name: str, entry: Settings, presets: Settings) -> Table:
@@ -67,11 +67,11 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     columns = {label: Column(**own) for label, own in entry.pop("columns", {}).items()}
     columns |= {f"{each.get('prefix', '')}{length}": Column(each["task"], length)
                 for each in entry.pop("contexts", []) for length in each["lengths"]}
-    cells = {scale: list(dict.fromkeys(
+    planned = {scale: list(dict.fromkeys(
         (row, column) for part in entry.pop(scale, [{}]) for column in part.get("columns", columns)
         for row in part.get("models", models) if not models[row].fields.keys() & REMOVED.keys()))
         for scale in SCALE_NAMES}
-    return Table(name, models=models, columns=columns, cells=cells, **entry)
+    return Table(name, models=models, columns=columns, cells=planned, **entry)
 
 
 def read_toml(name: str, **options: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def read_toml(name: str, **options: Any) -> dict[str, Any]:
 
 
 CONTENT = read_toml("tables")
-PEERS: dict[str, Settings] = CONTENT.pop("peers")
+PEERS: dict[str, Settings] = cells.PEERS | CONTENT.pop("peers")
 """Configurations of transformers, but for width and vocabulary, by what settings call "peer"."""
 PRESETS = CONTENT.pop("presets")
 TABLES = {name: table_of(name, entry, PRESETS) for name, entry in CONTENT.items()}
@@ -178,14 +178,14 @@ class Cell:
         scale, model, column = self.scale, self.model, self.where
         own, task = scale.of_task.get(column.task, {}), "wiki40b" if column.task == "triviaqa" else column.task
         plain = model_config(model.preset, task)
-        shaped = shaped_config(model.preset, task, {**scale.shape, **own.get("shape", {})})
+        shaped = cells.shaped_config(model.preset, task, {**scale.shape, **own.get("shape", {})})
         family = scale.train.get("gau" if plain.ffn == "gau" else "pairs", {})
         # First what the scale's shape changes in the model; later lines win over earlier ones.
         chosen = {each.name: getattr(shaped, each.name) for each in fields(ModelConfig)
                   if getattr(shaped, each.name) != getattr(plain, each.name)}
         chosen |= {"context": own.get("context", column.context), **({"causal": False} if self.questions else {})}
         chosen |= {**scale.train, **family, **own.get("train", {}), **model.fields,
-                   **model.at_scale.get(scale.name, {})}
+                   **model.at_scale.get(scale.name, {}), **self.table.own.get(self.column, {}).get(self.row, {})}
         chosen |= {"tokens_per_step": column.tokens} if column.tokens else {}
         micro = chosen.get("micro_batch_tokens", TrainConfig.micro_batch_tokens)
         chosen["micro_batch_tokens"] = column.tokens or max(micro, chosen["context"])

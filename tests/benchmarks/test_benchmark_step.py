@@ -47,13 +47,13 @@ here = pytest.fixture(lambda monkeypatch: work_here(monkeypatch))
 
 
 def test_a_label_is_a_model_and_how_it_runs():
-    label = parse_label("transformer++:compile:unfused")
+    label = parse_label("transformer++:compiled:unfused")
     assert (label.text, label.variant, label.preset) == ("transformer++:unfused:compiled", "compiled", "transformer++")
     assert parse_label(label.text) == label
-    assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
-    assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
+    assert parse_label("flash:checkpointed").variant == "eager+checkpointed"
+    assert parse_label("flash:compiled:reference").text == "flash:reference:compiled"
     assert parse_label("flash-pytorch").preset == "flash"
-    for wrong in ("flush", "flash:fused", "performer:unfused", "flash-pytorch:checkpoint", "flash-pytorch:reference",
+    for wrong in ("flush", "flash:fused", "performer:unfused", "flash-pytorch:checkpointed", "flash-pytorch:reference",
                   "transformer:unfused:reference", "flash:", "flash:windowed"):
         with pytest.raises(UsageError):
             parse_label(wrong)
