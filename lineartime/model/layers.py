@@ -315,9 +315,9 @@ class ResidualLayer(nn.Module):
             first_BTF, others_BTF = normed_BTD.chunk(2, dim=-1)
             normed_BTD = torch.cat([token_before(first_BTF, info, cache), others_BTF], dim=-1)
         delta_BTD = self.branch(normed_BTD, info, cache)
-        shape = list(getattr(delta_BTD, "shape", ()))
-        require(shape == [*normed_BTD.shape], "wrong shape of a layer's branch", f"{type(self).__name__} gives {shape}",
-                f"give {list(normed_BTD.shape)}")
+        if (shape := getattr(delta_BTD, "shape", ())) != normed_BTD.shape:
+            raise UsageError("wrong shape of a layer's branch", f"{type(self).__name__} gives {list(shape)}",
+                             f"give {list(normed_BTD.shape)}")
         return x_BTD, delta_BTD
 
     def project_out(self, out: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from lineartime.base.errors import UsageError
 from lineartime.base.settings import require
 from lineartime.ops import dispatch, reference, windows
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
@@ -85,9 +86,9 @@ def module_for_chunks(x_BTF: Tensor, heads: Heads, w: Tensor | None, chunk_size:
                       exchange: Exchange | None, impl: str | None, *, gated: bool) -> ModuleType:
     """Where the function runs that is named as the op: `reference`, `windows` or `mixed_chunk`."""
     n_tokens = x_BTF.shape[1]
-    require(not isinstance(exchange, CarriedState) or (causal and n_tokens % chunk_size == 0),
-            "a state is carried over whole chunks of causal rows",
-            f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
+    if isinstance(exchange, CarriedState) and (not causal or n_tokens % chunk_size):
+        raise UsageError("a state is carried over whole chunks of causal rows",
+                         f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
     in_kernels = dispatch.use_kernels(impl, x_BTF.device, dispatch.unsupported_chunks, x_BTF, heads, chunk_size,
                                       pooling, gated)
     if dispatch.use_windows(impl, exchange is not None, x_BTF, *heads, w):

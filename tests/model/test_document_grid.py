@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lineartime.config import ModelConfig
 from lineartime.model.layout import lay_out
@@ -138,3 +139,21 @@ def test_compiled_models_compute_the_same(name: str) -> None:
         documents = documents_of(lengths, seed=1)
         alone_TV = torch.cat([model(ids_T[None])[0] for ids_T in documents])
         assert_same(model, compiled(torch.cat(documents)[None])[0], alone_TV)
+
+
+@pytest.mark.rest
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_rows_of_other_lengths_share_compiled_layers() -> None:
+    """A layer is compiled for the first of a model and for those behind it, with the first row's
+    number of places and then with any: torch gives up after 8, and warns."""
+    model = random_model(config_of("flash+", context=64))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    for layer in model.layers:
+        layer.add = torch.compile(layer.add, backend=counter)
+    n_places = set()
+    for n in range(1, 9):
+        ids_1T = torch.cat(documents_of((CHUNK + 1,) * n + (64 - n * (CHUNK + 1),), seed=n))[None]
+        n_places.add(lay_out(model.config, ids_1T, (ids_1T == END).cumsum(1)).position_BL.shape[1])
+        model(ids_1T)
+    assert len(n_places) > 4 and counter.frame_count == 4
