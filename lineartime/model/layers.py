@@ -315,6 +315,7 @@ class ResidualLayer(nn.Module):
             first_BTF, others_BTF = normed_BTD.chunk(2, dim=-1)
             normed_BTD = torch.cat([token_before(first_BTF, info, cache), others_BTF], dim=-1)
         delta_BTD = self.branch(normed_BTD, info, cache)
+        # Not `require`, whose words would make the shape a constant for torch.compile.
         if (shape := getattr(delta_BTD, "shape", ())) != normed_BTD.shape:
             raise UsageError("wrong shape of a layer's branch", f"{type(self).__name__} gives {list(shape)}",
                              f"give {list(normed_BTD.shape)}")

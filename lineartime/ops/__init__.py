@@ -86,6 +86,7 @@ def module_for_chunks(x_BTF: Tensor, heads: Heads, w: Tensor | None, chunk_size:
                       exchange: Exchange | None, impl: str | None, *, gated: bool) -> ModuleType:
     """Where the function runs that is named as the op: `reference`, `windows` or `mixed_chunk`."""
     n_tokens = x_BTF.shape[1]
+    # Not `require`, whose words would make n_tokens a constant for torch.compile.
     if isinstance(exchange, CarriedState) and (not causal or n_tokens % chunk_size):
         raise UsageError("a state is carried over whole chunks of causal rows",
                          f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
