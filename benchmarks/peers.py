@@ -190,7 +190,7 @@ def state_size(model: "LanguageModel | Peer") -> int | None:
     """Numbers in the matrices through which one row reads what is far back, at any length; or None.
     The last tokens, in a chunk or convolution, do not count."""
     if isinstance(model, LanguageModel):
-        caches = model.decoding_state(1).caches if model.config.decodes else []
+        caches = model.decoding_state(1).caches if model.decodes else []
         matrices = [x for cache in caches for name, x in cache.tensors().items() if name.startswith("kv_")]
         return sum(x.numel() for x in matrices) or None
     own = model.body.config  # an empty cache of transformers has no matrices to count

@@ -171,9 +171,10 @@ def test_kin_of_transformers_learn_as_ours_do(call: Call, tmp_path, monkeypatch)
     monkeypatch.setitem(study.STUDY["study"], "lower_rates", {"mamba2": [8e-3]})
     command = ["--task", "pairs", "--set=steps=24", "--set=warmup_steps=1", "--set=context=96",
                "--set=tokens_per_step=384", "--json", rows]
-    code, _, err = call("recall", "flash", "gated-deltanet", "mamba2", *command, app=app)
+    code, _, err = call("recall", "flash", "gru", "gated-deltanet", "mamba2", *command, app=app)
     assert code == 0, err
-    ours, *theirs = map(json.loads, rows.read_text().splitlines())
+    ours, gru, *theirs = map(json.loads, rows.read_text().splitlines())
+    assert gru["state_size"] is None and gru["accuracy"].keys() == ours["accuracy"].keys()  # and it need not decode
     assert [row["learning_rate"] for row in theirs] == [1e-2, 8e-3, 1e-2]
     for row in theirs:
         assert row["state_size"] == ours["state_size"] == 2 * 64 * 128
