@@ -110,12 +110,12 @@ def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
 @pytest.mark.parametrize(("n_rows", "context", "percents"), [
     (8, 512, (33, 33, 30, 16, 5)), (1, 4096, (21, 21, 11, 4, 1))])
 def test_places_that_are_filled_up(n_rows: int, context: int, percents: tuple[int, ...]) -> None:
-    """The table of docs/paper.md, by the mean length of a document."""
+    """The table of docs/paper.md, which is of 4,000 draws, by the mean length of a document."""
     flash = model_config("flash", document_grid="own")
     for mean, expected in zip((64, 256, 1024, 4096, 16384), percents, strict=True):
-        begins_NBT = torch.rand(200, n_rows, context, generator=torch.Generator().manual_seed(0)) < 1 / mean
+        begins_NBT = torch.rand(200, n_rows, context, generator=torch.Generator().manual_seed(2)) < 1 / mean
         n_places = sum(lay_out(flash, ids_BT, ids_BT).position_BL.numel() for ids_BT in begins_NBT.cumsum(-1))
-        assert abs(100 * (1 - begins_NBT.numel() / n_places) - expected) < 2
+        assert abs(100 * (1 - begins_NBT.numel() / n_places) - expected) < 1
 
 
 @pytest.mark.parametrize("name", ["flash+", *rest("transformer++", "mc-tfm++", "performer")])
