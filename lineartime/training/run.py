@@ -59,8 +59,10 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = folders.read_run(out)
-        # The data are compared by hash, not by folder; the first weights by name and hash.
-        description |= {name: stored.get(name) for name in ("id", "data", "from_model", "minutes")}
+        # The data and the first weights are compared by hash: a folder may have moved.
+        same_weights = stored.get("from_sha256") == description.get("from_sha256")
+        named = ("id", "data", "from_model", "minutes", *(["from"] if same_weights else []))
+        description |= {name: stored.get(name) for name in named}
         # A run that differs in nothing but more steps goes on to these.
         changed, steps = different(stored, description), config.train.steps
         if steps > stored["train"]["steps"] and len(changed) == 1:

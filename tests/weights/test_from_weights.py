@@ -86,12 +86,14 @@ def test_it_goes_on_to_the_same_bytes_without_the_weights(root: Path, tmp_path: 
     shutil.copytree(root / "run", source)
     begun(root, tmp_path / "whole", **{"from": str(source)})
     with pytest.raises(Stopped):
-        begun(root, tmp_path / "halved", stop_at=3, **{"from": str(source)})
+        begun(root, tmp_path / "halved", stop_at=2, **{"from": str(source)})
+    with pytest.raises(Stopped):  # the same weights by another name
+        begun(root, tmp_path / "halved", stop_at=3, **{"from": str(root / "run")})
     shutil.rmtree(source)
     begun(root, tmp_path / "halved", **{"from": str(source)})
     assert_same(tmp_path / "halved", what_is_left(tmp_path / "whole"))
     with pytest.raises(UsageError, match=r"another run is here: .*from: "):
-        begun(root, tmp_path / "halved")
+        begun(root, tmp_path / "halved", **{"from": str(tmp_path / "whole")})
     with pytest.raises(UsageError, match="no weights here"):
         begun(root, tmp_path / "other", **{"from": str(source)})
 
