@@ -274,9 +274,8 @@ def speedup_panels(results: Results) -> list[Panel]:
     """Figure 1: a panel for each Transformer, FLASH's speed-up over it against the context."""
     panels, contexts = [], {name: column.context for name, column in results.table.columns.items()}
     for rival in (row for row in results.table.models if row != "FLASH"):
-        quality, step = (of_cell(found, "FLASH").droplevel("row")
+        quality, step = (of_cell(found, "FLASH").droplevel("row").dropna()
                          for found in (speedups(results, rival), step_speedups(results, rival)))
-        quality = quality.dropna()
         each = pd.DataFrame(quality.seeds.tolist(), quality.index)
         paper = pd.Series({name: value("speedup", "speedup", rival, name) for name in contexts})
         heights = {"to the same quality": pd.DataFrame({"value": quality.value, "low": each.min(axis=1),

@@ -59,9 +59,7 @@ def source_line(rows: Sequence[Row]) -> str:
 
 def command_of(row: Row) -> str:
     """The command that makes such a row today: what measures was once a verb of `lineartime`."""
-    old_verb = r"(-m )?\blineartime (benchmark |(?=recall |reproduce ))"
     if row["command"].endswith(".call"):  # of `run`, whose calls have a file of their own
         return f"python -m benchmarks run {row['cell'].partition('/')[0]}"
-    command = re.sub(r" --json [^ ]+", "", row["command"])
-    command = re.sub(old_verb, lambda found: f"{found[1] or 'python -m '}benchmarks ", command)
+    command = re.sub(r" --json [^ ]+", "", row["command"]).replace("lineartime benchmark ", "python -m benchmarks ")
     return re.sub("benchmarks memory (.*)", r"benchmarks step \1 --tokens 1 --together", command)

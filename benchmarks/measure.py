@@ -13,10 +13,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +31,7 @@ Job = Callable[..., Generator[Row, Row, None]]
 """A generator that runs in a process of its own: each answer after the first is for an order."""
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """How often is measured, on which device, with how many threads, who hears of progress."""
 
     repeats: int = 5
@@ -46,8 +44,7 @@ class Setup:
         return {"threads": self.threads, "device": self.device}
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What is measured in a process of its own, and has a row of its own."""
 
     job: Job

@@ -1,8 +1,7 @@
 """Who is measured: our models, and others' models of our size."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,7 @@ VARIANTS = ("unfused", "reference", "compiled", "checkpointed")
 """What may stand behind a model; a `Label` has them in this order."""
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """A model and how it is run: `transformer++:unfused:compiled`."""
 
     model: str

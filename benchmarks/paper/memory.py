@@ -54,13 +54,10 @@ def losses_of(results: Results, told: Callable[[Record], Mapping[Any, float]]) -
     return frame if told is by_class else frame[sorted(places)]
 
 
-def of_row(losses: pd.DataFrame, row: str) -> pd.DataFrame:
-    return losses[losses.index.get_level_values(0) == row].droplevel(0)
-
-
 def paired(losses: pd.DataFrame, row: str, base: str) -> pd.DataFrame:
     """A row's losses less those of its base, of the seeds that both have."""
-    return (of_row(losses, row) - of_row(losses, base)).dropna(how="all")
+    ours, theirs = (of_cell(losses, name).droplevel("row") for name in (row, base))
+    return (ours - theirs).dropna(how="all")
 
 
 def compared(results: Results) -> Pairs:
@@ -170,7 +167,7 @@ def difference_part(results: Results, losses: pd.DataFrame, head: Sequence[str],
         below = [(row, paired(losses, row, base)) for row, own in rows if own == base]
         below = [(row, found) for row, found in below if found.notna().any(axis=None)]
         if below:
-            own = of_row(losses, base)
+            own = of_cell(losses, base)
             lines.append([f"*{base}, its loss*", *(mean_text(own[place]) for place in losses)])
             lines += [[label(results, row, base), *(difference_text(found[place]) for place in losses)]
                       for row, found in below]
@@ -186,7 +183,7 @@ def gains(results: Results) -> str:
     """What each model gains over its own loss at the shortest context."""
     losses = losses_of(results, by_context)
     lines = [[row, *(difference_text(own.iloc[:, 0] - own[context]) for context in list(losses)[1:])]
-             for row in results.rows for own in [of_row(losses, row)] if own.notna().any(axis=None)]
+             for row in results.rows for own in [of_cell(losses, row)] if own.notna().any(axis=None)]
     return f"{WORDS['gains']}\n\n{grid(['model', *map(tokens, list(losses)[1:])], lines)}"
 
 

@@ -7,9 +7,8 @@ failed has "failed" and no results, and counts only where nothing went well."""
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -68,8 +67,7 @@ def records_of(cell: Cell, records: Mapping[str, list[Record]], kind: Kind, seed
     return [record for record in records.get(cell.key(kind), ()) if seed in (None, record["settings"].get("seed"))]
 
 
-@dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """One table at one scale: rows and columns of which anything was run; frames with a "record"
     and its `COLUMNS` by row, column and seed (steps have none; those of a column are of one run);
     and what failed and never went well."""
