@@ -547,20 +547,11 @@ def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
     """`config` with the fields in a file, which may be older. Raises UsageError for an unknown or
     wrong field, CheckpointError for a removed one that had an effect, and for a layer of a module
     that has not been imported: a file never makes us import one."""
-    made = replace_fields(config, without_removed(with_layers(fields)))
+    made = replace_fields(config, without_removed(fields))
     for name in getattr(made, "layers", ()):
         module = name.partition(":")[0]
         if ":" in name and module not in sys.modules:
             raise CheckpointError(NOT_IMPORTED, name, f"if you trust it, `import {module}` before")
-    return made
-
-
-def with_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with `layers` for an older `full_attention_interval` n: each n-th FLASH-Quad's."""
-    made, interval, n_layers = dict(fields), fields.get("full_attention_interval"), fields.get("n_layers")
-    if type(interval) is type(n_layers) is int and interval > 0 and n_layers <= LARGEST["n_layers"]:
-        made["layers"] = ["gau" if number % interval else "gau_quadratic" for number in range(1, n_layers + 1)]
-        del made["full_attention_interval"]
     return made
 
 

@@ -22,7 +22,6 @@ from lineartime.config import (
     ModelConfig,
     TrainConfig,
     model_config,
-    stored_config,
     to_dict,
 )
 from lineartime.data.prepare_config import PrepareSettings
@@ -105,9 +104,6 @@ def test_what_follows_from_the_fields():
     hybrid = model_config("flash+", context=400, layers=["gau", "gau_quadratic"])
     quad = replace(hybrid, context=800, **hybrid.kept_scale).of_layer("gau_quadratic")
     assert (hybrid.n_layers, hybrid.max_len, quad.attn_type, quad.scale_len) == (2, 400, "quadratic", 400)
-    older = {**to_dict(model_config("flash", n_layers=5)), "full_attention_interval": 2}
-    del older["layers"]
-    assert stored_config(ModelConfig(), older).layers == ("gau", "gau_quadratic", "gau", "gau_quadratic", "gau")
     assert model_config("flash-quad", context=512).max_len is None
 
 

@@ -61,7 +61,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
         if all(split in manifest.splits for manifest in manifests):
             stream = open_data(named, split)
             watched = StopSignal().watch("", progress, "evaluating", stream.n_tokens)
-            scores[split] = evaluate_data(model, stream, batch_rows=8, progress=watched)[0]
+            scores[split] = evaluate_data(model, stream, progress=watched)[0]
             n_documents[split] = sum(manifest.splits[split].documents for manifest in manifests)
     sample = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
                       temperature=SAMPLE_TEMPERATURE)[0] if model.decodes else None

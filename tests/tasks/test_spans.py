@@ -188,7 +188,12 @@ def test_predictions_do_not_depend_on_the_batch(config):
                 assert a.span[1:] == b.span[1:] and a.span.score == pytest.approx(b.span.score)
     assert [prediction.span is None for prediction in one] == [False, True, True, False, False]
     assert [prediction.n_windows for prediction in one][1:3] == [0, 1]
-    scores, answers = spans.evaluate_questions(model, BPE, QUESTIONS, context=40, max_answer_tokens=7)
+    n_answered: list[int] = []
+    scores, answers = spans.evaluate_questions(model, BPE, QUESTIONS, context=40, max_answer_tokens=7,
+                                               progress=n_answered.append)
+    assert n_answered[-1] == len(QUESTIONS) and n_answered == sorted(n_answered)
+    with pytest.raises(UsageError, match="wrong value: batch_rows = 0"):
+        spans.evaluate_questions(model, BPE, QUESTIONS, batch_rows=0)
     assert answers == {each.question.id: each.answer for each in one}
     assert scores["loss"] == pytest.approx(one[0].loss / one[0].n_windows)  # of the labelled question
     assert scores["windows"] == sum(each.n_windows for each in one) and scores["questions_without_document"] == 1

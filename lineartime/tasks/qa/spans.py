@@ -245,11 +245,13 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
                 prediction.span = span
             prediction.loss += loss if prediction.question.answers else 0.0
             prediction.n_windows += 1
+        finished = [begun.popleft() for _ in range(len(begun) - 1)]  # the last question may have more windows
+        n_answered += len(finished)
         if progress is not None:
             progress(n_answered)
-        while len(begun) > 1:  # the last question may have more windows
-            n_answered += 1
-            yield begun.popleft()
+        yield from finished
+    if progress is not None:
+        progress(n_answered + len(begun))
     yield from begun
 
 
@@ -283,6 +285,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
     "questions_without_document" and, if any question has an accepted answer, what `score_answers`
     gives. Raises UsageError for wrong values, DataError for documents that cannot be read."""
     require_name("precision", precision, PRECISIONS)
+    require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,
@@ -298,7 +301,7 @@ def best_span(logits_T2: np.ndarray, window: Window, max_tokens: int) -> Span | 
     n, passage = window.stop - window.first, window.passage
     is_blank_N = np.array([not passage.text[a:b].strip() for a, b in passage.offsets[window.first : window.stop]], bool)
     logits_N2 = np.where(is_blank_N[:, None], -np.inf, logits_T2[window.offset : window.offset + n])
-    if n == 0 or not np.isfinite(logits_N2).any():
+    if not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)
     # table[i, k] scores the tokens i to i + k as a span; argmax takes the first of equal ones.
