@@ -182,14 +182,12 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, RunConfig]:
     """The runs by the names of their learning rates, to train on `n_rows` rows."""
     data = ", ".join(map(str, plan.data))
-    return {name_of(rate): RunConfig(config, config_at_rate(plan, rate, config, n_rows), "fine-tuned", "questions",
-                                     data, str(plan.out / f"lr-{name_of(rate)}"))
-            for rate in plan.learning_rates}
-
-
-def name_of(rate: float) -> str:
-    """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
-    return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
+    runs = {}
+    for rate in plan.learning_rates:
+        name = np.format_float_scientific(rate, trim="-", exp_digits=2)  # such as 1e-04
+        train, out = config_at_rate(plan, rate, config, n_rows), plan.out / f"lr-{name}"
+        runs[name] = RunConfig(config, train, "fine-tuned", "questions", data, str(out))
+    return runs
 
 
 def config_at_rate(plan: FineTuning, rate: float, config: ModelConfig, n_rows: int) -> TrainConfig:
