@@ -181,8 +181,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, RunConfig]:
     """The runs by the names of their learning rates, to train on `n_rows` rows."""
-    data = ", ".join(map(str, plan.data))
-    runs = {}
+    runs, data = {}, ", ".join(map(str, plan.data))
     for rate in plan.learning_rates:
         name = np.format_float_scientific(rate, trim="-", exp_digits=2)  # such as 1e-04
         train, out = config_at_rate(plan, rate, config, n_rows), plan.out / f"lr-{name}"
