@@ -155,8 +155,8 @@ class ModelConfig:
                    f"{width}, n_heads = {self.n_heads}", None)
         yield (not is_gau and self.d_model % self.n_heads > 0, "d_model must be a multiple of n_heads",
                "d_model n_heads", None)
-        yield (self.rel_pos == "rope" and self.qk_width % 2 > 0, "RoPE needs an even width",
-               f"queries and keys are {self.qk_width} wide", None)
+        yield ((is_gau or self.rel_pos == "rope") and self.qk_width % 2 > 0, "queries and keys need an even width",
+               f"{self.qk_width}", None)
         yield (self.rotary_dim is not None and (self.rotary_dim % 2 > 0 or self.rotary_dim > self.qk_width),
                "rotary_dim is even, and at most the width of queries and keys", f"{self.rotary_dim} of {self.qk_width}",
                "rel_pos = none is a model without RoPE")

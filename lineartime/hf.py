@@ -135,6 +135,10 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
             self.split_special_tokens = False
         return super()._add_tokens(new_tokens, special_tokens=special_tokens)
 
+    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **how: Any) -> list[str]:
+        """As in the base class, also where `_encode_plus` has ids alone."""
+        return self.convert_ids_to_tokens(self(text, pair, add_special_tokens=add_special_tokens, **how).input_ids)
+
     def apply_chat_template(self, *args: Any, tokenizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         """As in the base class; a template's special tokens are tokens."""
         how = {"split_special_tokens": False, **(tokenizer_kwargs or {})}

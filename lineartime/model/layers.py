@@ -75,7 +75,7 @@ class RelPosBias(nn.Module):
             if length > self.n:
                 raise UsageError("row longer than the position table", f"{length} tokens, the table has {self.n}",
                                  "make it with a larger context, or with a chunk_size")
-            return self.weight[self.n - length : self.n + length - 1]
+            return self.weight[self.n - length : self.n + length - 1].clone()  # modes take no view of a parameter
         return self.at(torch.arange(1 - length, max(length, 1), device=self.a.device))
 
     def before(self, length: int) -> Tensor:
@@ -258,9 +258,7 @@ class ResidualLayer(nn.Module):
         if cache is not None:
             return self.read_next(x_BTD, segment_ids, token_mask, cache), cache
         laid = layout.lay_out(self.config, x_BTD, segment_ids, token_mask)
-        x_BLD = laid.take(x_BTD)
-        if laid.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
-            x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)
+        x_BLD = laid.take_vectors(x_BTD)
         info = sequence_info(self.config, laid.position_BL, at_least_float32(x_BLD).dtype, laid.segment_ids_BL)
         return laid.give_back(self.with_residual(x_BLD, info))
 
@@ -282,7 +280,7 @@ class ResidualLayer(nn.Module):
             info = sequence_info(self.config, inputs.position_BN, at_least_float32(x_BND).dtype, inputs=inputs)
             return [self.with_residual(x_BND, info, *state.caches)]
 
-        (out_BND,) = state.read(self.config, read, laid.take(x_BND), begins_BN, (ids_BN >= 0).sum(1))
+        (out_BND,) = state.read(self.config, read, laid.take_vectors(x_BND), begins_BN, (ids_BN >= 0).sum(1))
         return laid.give_back(out_BND)
 
     def with_residual(self, x_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
@@ -360,7 +358,7 @@ class ResidualLayer(nn.Module):
     def decoding_state(self, n_rows: int) -> DecodingState:
         """The state of `n_rows` rows without a token, for `forward`. Raises as `caches`."""
         state = DecodingState.of_rows(n_rows, self.like.device, self.caches(n_rows), self)
-        state.document_B = torch.full_like(state.start_B, -1)
+        state.document_B = torch.zeros_like(state.start_B)  # the id of tokens that are given none
         return state
 
     def caches(self, n_rows: int) -> list[Cache]:

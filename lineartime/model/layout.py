@@ -29,6 +29,11 @@ class Layout(NamedTuple):
         """Ids or vectors of the tokens, `[B, T, ...]`, as `[B, L, ...]`."""
         return x_BT if self.order_BL is None else in_order(x_BT, self.order_BL)
 
+    def take_vectors(self, x_BTD: Tensor) -> Tensor:
+        """`take` with 0 for padding: 0 times a NaN of it would be NaN."""
+        x_BLD, ids_BL = self.take(x_BTD), self.segment_ids_BL
+        return x_BLD if ids_BL is None else x_BLD.masked_fill((ids_BL < 0)[..., None], 0.0)
+
     def give_back(self, x_BL: Tensor) -> Tensor:
         """The inverse of `take`."""
         return x_BL if self.back_BT is None else in_order(x_BL, self.back_BT)

@@ -60,9 +60,10 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor | None, *, ch
 
     Returns `[B, T, E]` of uvz's dtype, for float16 in float32. Raises UsageError for an unknown
     impl, impl "triton" on inputs that the kernels do not support, gates of heads that are not made,
-    and a `CarriedState` for rows that are not causal or not whole chunks."""
+    a pooling that does not go with the gates, and a `CarriedState` for rows that are not causal or
+    not whole chunks."""
     require(gate_BT is None or not isinstance(heads, HeadsFromZ), "gates are for heads that are made", "gate_BT")
-    module = module_for_chunks(uvz_BTF, heads, w, chunk_size, causal, pooling, exchange, impl, gated=True)
+    module = module_for_chunks(uvz_BTF, heads, w, chunk_size, causal, pooling, gate_BT, exchange, impl, gated=True)
     return module.gated_chunk_attention(uvz_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
                                         exchange=exchange)
@@ -77,22 +78,25 @@ def chunk_attention(v_BTE: Tensor, heads: Sequence[Tensor], w: Tensor | None = N
     v_BTE: `[B, T, E]`, floating. heads: four of `[B, T, S]`, v's dtype.
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    module = module_for_chunks(v_BTE, heads, w, chunk_size, causal, pooling, exchange, impl, gated=False)
+    module = module_for_chunks(v_BTE, heads, w, chunk_size, causal, pooling, gate_BT, exchange, impl, gated=False)
     return module.chunk_attention(v_BTE, heads, w, chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
                                   pooling=pooling, gate_BT=gate_BT, exchange=exchange)
 
 
 def module_for_chunks(x_BTF: Tensor, heads: Heads, w: Tensor | None, chunk_size: int, causal: bool, pooling: str,
-                      exchange: Exchange | None, impl: str | None, *, gated: bool) -> ModuleType:
+                      gate_BT: Tensor | None, exchange: Exchange | None, impl: str | None, *,
+                      gated: bool) -> ModuleType:
     """Where the function runs that is named as the op: `reference`, `windows` or `mixed_chunk`."""
     n_tokens = x_BTF.shape[1]
+    require(pooling in ("mean", "sum", "written") and (pooling == "written") == (gate_BT is not None),
+            "pooling and gates do not agree", f"pooling = {pooling}", 'give "mean" or "sum", or "written" with gate_BT')
     # Not `require`, whose words would make n_tokens a constant for torch.compile.
     if isinstance(exchange, CarriedState) and (not causal or n_tokens % chunk_size):
         raise UsageError("a state is carried over whole chunks of causal rows",
                          f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
     in_kernels = dispatch.use_kernels(impl, x_BTF.device, dispatch.unsupported_chunks, x_BTF, heads, chunk_size,
                                       pooling, gated)
-    if dispatch.use_windows(impl, exchange is not None, x_BTF, *heads, w):
+    if dispatch.use_windows(impl, exchange is not None, x_BTF, *heads, w, gate_BT):
         return windows
     return mixed_chunk if in_kernels and x_BTF.numel() > 0 else reference
 

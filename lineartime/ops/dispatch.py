@@ -80,7 +80,7 @@ def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
 
 def unsupported_in_c(model: Any, x: Tensor) -> str | None:
     """Why no step of a language model, whose embeddings are x, runs in C; None if it may."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
+    if is_watched():
         return "steps in C are eager"
     c = model.config
     if (c.layers or c.ffn != "gau" or c.attn_type != "mixed_chunk" or not c.attends_as_flash or c.n_heads > 1
@@ -136,13 +136,19 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
 def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor,
     for whole rows, but not in float16 or under an autocast that changes x's dtype. Not in
-    `torch.func` or forward mode, not without a compiler, and not for subclasses of tensors, whose
-    memory may be elsewhere."""
-    if impl is not None or shared or torch.compiler.is_compiling() or torch._C._is_tracing() or x.device.type != "cpu":
+    `torch.func` or forward mode, not where PyTorch watches each op, not without a compiler, and not
+    for subclasses of tensors, whose memory may be elsewhere."""
+    if impl is not None or shared or is_watched() or x.device.type != "cpu":
         return False
     if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype or type(x) is not Tensor:
         return False
     return not is_transformed(x, *parameters) and compiled.library() is not None
+
+
+def is_watched() -> bool:
+    """Whether PyTorch compiles, traces, or hands each op to a mode, as for selective checkpoints:
+    none sees what C writes."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_transformed(*inputs: Tensor | None) -> bool:

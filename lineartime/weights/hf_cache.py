@@ -45,18 +45,19 @@ class LineartimeCache(Cache):
             self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)
         require(self.batch_size == n_rows, "the cache holds another batch",
                 f"{self.batch_size} rows, the input has {n_rows}", "repeat it: batch_repeat_interleave")
-        self.n_columns = self.n_columns + ids_BN.shape[1]
         if torch.compiler.is_exporting() and ids_BN.shape[1] == 1:
             step = DecodeStep(model, self.state.reserve_in_graph(1))
-            return step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)[:, None]
-        # It wants a row's padding last; then the states go back to their columns.
-        order_BN = padding_last(valid_BN)
-        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
-                             None if embeds_BND is None else in_order(embeds_BND, order_BN))[0]
-        back_BN = order_BN.argsort(1)
-        if collected is not None:
-            collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
-        return in_order(x_BND, back_BN)
+            x_BND = step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)[:, None]
+        else:  # it wants a row's padding last; then the states go back to their columns
+            order_BN = padding_last(valid_BN)
+            x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
+                                 None if embeds_BND is None else in_order(embeds_BND, order_BN))[0]
+            back_BN = order_BN.argsort(1)
+            x_BND = in_order(x_BND, back_BN)
+            if collected is not None:
+                collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
+        self.n_columns = self.n_columns + ids_BN.shape[1]  # last: a call that fails has read nothing
+        return x_BND
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a row may occur more than once."""

@@ -37,11 +37,12 @@ def documents(*lengths: int) -> torch.Tensor:
 @given(data=st.data(), seed=st.integers(0, 100))
 @torch.no_grad()
 def test_it_is_training_at_every_split(name: str, data: st.DataObject, seed: int) -> None:
-    """Packed rows with padding anywhere, read in parts of any length, also of none."""
+    """Packed rows with NaN as padding anywhere, read in parts of any length, also of none."""
     layer, n = layer_of(name), data.draw(st.integers(1, 20))
     generator = torch.Generator().manual_seed(seed)
     x_BTD = torch.randn(3, n, layer.config.d_model, dtype=torch.float64, generator=generator)
     mask_BT = torch.rand(3, n, generator=generator) < data.draw(st.sampled_from([0.6, 1.0]))
+    x_BTD = x_BTD.masked_fill(~mask_BT[..., None], torch.nan)
     ids_BT = (torch.rand(3, n, generator=generator) < 0.2).cumsum(1) * 3
     cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=4)))
     cache = layer.decoding_state(3)
@@ -67,6 +68,9 @@ def test_a_cache_copies_saves_and_selects_rows(name: str, tmp_path: Path) -> Non
     chosen = [1, 0, 1]
     found_BTD, _ = layer(x_BTD[chosen, 11:], ids_BT[[0, 0, 0], 11:], cache=swapped)
     assert difference(found_BTD, wanted_BTD[chosen]) <= 1e-12
+    first_BTD, cache = layer(x_BTD[:, :4], cache=layer.decoding_state(2))  # tokens without an id are of document 0
+    rest_BTD, _ = layer(x_BTD[:, 4:], torch.zeros_like(ids_BT[:, 4:]), cache=cache)
+    assert difference(torch.cat([first_BTD, rest_BTD], 1), layer(x_BTD)) <= 1e-12
     with pytest.raises(CheckpointError, match="the state of another model"):
         DecodingState.load(file, layer_of(name, seed=1))
     with pytest.raises(UsageError, match="the cache holds another batch: 2 rows, the input has 3"):

@@ -300,6 +300,9 @@ def test_a_past_is_carried_over_whole_chunks() -> None:
         gated_chunk_attention(uvz[..., :-S], [uvz[..., :S]] * 4, rest[-1], causal=True, **how)
     with pytest.raises(UsageError, match=f"{words}causal = false"):
         flat(gated_chunk_attention)(uvz, *rest, causal=False, **how)
+    for pooling, gate_BT in (("mean", uvz[..., 0]), ("written", None), ("max", None)):
+        with pytest.raises(UsageError, match=f"pooling and gates do not agree: pooling = {pooling}"):
+            ops.chunk_attention(uvz, [uvz[..., :S]] * 4, causal=True, chunk_size=128, pooling=pooling, gate_BT=gate_BT)
     with pytest.raises(UsageError, match="gates are for heads that are made"):
         flat(gated_chunk_attention)(uvz, *rest, causal=True, chunk_size=128, gate_BT=uvz[..., 0])
 

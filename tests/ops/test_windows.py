@@ -210,8 +210,11 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # no compiler
         patch.setenv(compiled.NO_C, "1")
         assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
-    with FakeTensorMode():  # without memory
-        assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
+    for mode in (FakeTensorMode(), FlopCounterMode(display=False)):  # they see no op of C
+        with mode:
+            assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
+    with torch.inference_mode(), mode:
+        LanguageModel(model_config("flash", n_layers=1, d_model=16, query_key_dim=16, vocab_size=20))(ids_BT)
     with torch.autocast("cpu", torch.bfloat16):  # whose matmuls are in another dtype than their inputs
         assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
     model.set_impl("windows")
@@ -236,3 +239,7 @@ def test_other_derivatives() -> None:
     with forward_ad.dual_level():  # of one parameter alone
         rest[-1] = forward_ad.make_dual(rest[-1], rest[-1])
         assert forward_ad.unpack_dual(total(uvz)).tangent > 0
+        gate_BT = forward_ad.make_dual(uvz[..., 0].sigmoid(), uvz[..., 0])  # or of the gate
+        out_BTE = ops.chunk_attention(uvz, [uvz[..., :8]] * 4, chunk_size=32, causal=True, pooling="written",
+                                      gate_BT=gate_BT)
+        assert forward_ad.unpack_dual(out_BTE).tangent is not None

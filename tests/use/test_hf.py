@@ -305,6 +305,9 @@ def test_rows_of_a_cache(hf64):
         cache.batch_repeat_interleave(2)
         assert_next([0, 0, 1, 1], 13, 20)
         cache.batch_select_indices(torch.tensor([3, 0]))
+        with pytest.raises(IndexError):  # a call that fails has read nothing
+            hf64(ids_BT[:, 20:] + 9999, past_key_values=cache)
+        assert cache.get_seq_length() == 20
         assert_next([1, 0], 20, 29)
         cache.reorder_cache(torch.tensor([1, 0]))
         assert_next([0, 1], 29, 30)
@@ -595,6 +598,7 @@ def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
     assert batch["attention_mask"] == [[1] * 4, [0, 0, 1, 1]]
     ended = tokenizer(f"a{END_OF_DOCUMENT}", return_special_tokens_mask=True)
     assert ended["special_tokens_mask"] == [1, 0, 0] and ended.tokens() == [END_OF_DOCUMENT, "a", END_OF_DOCUMENT]
+    assert tokenizer.tokenize(closed)[-2:] == ["c", END_OF_DOCUMENT]
     with pytest.raises(UsageError, match="has ids alone"):
         tokenizer(closed, return_special_tokens_mask=True)
     tokenizer.truncation_side = "left"  # the beginning stays, whatever the other texts are

@@ -37,7 +37,7 @@ class DecodingState:
     text: str = ""  # the last word that `read` has read: it is tokenised together with what follows it
     tokenizer_sha256: str = ""
     seen: Any = dataclasses.field(default=None, repr=False, compare=False)  # what C has made of it
-    document_B: Tensor | None = None  # of a layer alone: the segment id of each row's last token, -1 without one
+    document_B: Tensor | None = None  # of a layer alone: the segment id of each row's last token, 0 without one
 
     @classmethod
     def of_rows(cls, n_rows: int, device: torch.device, caches: list[Cache], model: Any) -> "DecodingState":
@@ -143,12 +143,6 @@ class DecodingState:
         documents = {} if self.document_B is None else {"document_B": self.document_B}
         return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **documents, **of_caches}
 
-    def take(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the tensors that `tensors` of another state of the same model gave."""
-        for name, tensor in tensors.items():
-            n, _, field = name.rpartition(".")
-            setattr(self.caches[int(n)] if n else self, field, tensor)
-
     def reserve(self, n_tokens: int) -> None:
         """Allocate room for the keys and values of rows of `n_tokens` tokens."""
         for cache in self.caches:
@@ -202,7 +196,9 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
     state = model.decoding_state(len(tensors["seq_lens_B"]))
     if tensors.keys() != state.tensors().keys():
         raise CheckpointError("the state of another version", path, "read the text again")
-    state.take({name: tensor.to(state.seq_lens_B.device) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        n, _, field = name.rpartition(".")
+        setattr(state.caches[int(n)] if n else state, field, tensor.to(state.seq_lens_B.device))
     state.text, state.tokenizer_sha256 = text, tokenizer_sha256
     return state, facts
 
