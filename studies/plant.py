@@ -1,12 +1,13 @@
 """Passages of books in which names that are no words stand with a digit, and are asked again later.
 
     python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT
-    python -m studies.plant DATA TOKENS SHORTEST ROW OUT
+    python -m studies.plant DATA TOKENS SHORTEST ROW LATEST OUT
 
 DATA is prepared books, OUT a train.jsonl. The first writes passages of SHORTEST to LONGEST tokens,
 names not counted, with a name every LEAST to MOST words (1.2 or more; 0 and 0: no names). The
 second writes passages that fill rows of ROW tokens, so that no row cuts a name from its question,
-in which each name is told once, and asked once at the end."""
+in which each name is told once, and asked once at the end. LATEST is 0, or the largest share of a
+passage that comes before its names, which then stand near each other, behind MARK."""
 
 import json
 import re
@@ -22,6 +23,7 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, open_split
 
 NAMES = 4, 64  # the least and the most of a passage
+MARK = " [names]"  # before names, so that a model writes none without it
 
 
 def between(least: float, most: float, generator: torch.Generator) -> float:
@@ -35,9 +37,11 @@ def facts(generator: torch.Generator) -> list[str]:
     return [f" {name}{int(torch.randint(10, (), generator=generator))}" for name in names]
 
 
-def placed(text: str, told: Sequence[str], asked: Sequence[str], generator: torch.Generator) -> str:
-    """The text with each of `told` before a word, at random places, and `asked` at its end."""
+def placed(text: str, told: Sequence[str], asked: Sequence[str], generator: torch.Generator, lead: float = 0) -> str:
+    """The text with each of `told` before a word, at random places, or among the next words behind
+    a share `lead` of it, and `asked` at its end."""
     words = [word.start() for word in re.finditer(r" (?=\w)", text)]
+    words = words[int(lead * len(words)):][: 3 * len(told)] if lead else words
     cuts = sorted(words[i] for i in torch.randperm(len(words), generator=generator)[: len(told)].tolist())
     parts = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, None], strict=True)]
     return "".join([parts[0], *(fact + part for fact, part in zip(told, parts[1:], strict=True)), *asked])
@@ -52,14 +56,17 @@ def planted(text: str, least: float, most: float, generator: torch.Generator) ->
     return placed(text, told, asked, generator)
 
 
-def filled(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, generator: torch.Generator) -> str:
+def filled(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, latest: float, generator: torch.Generator) -> str:
     """A passage of exactly so many tokens, in which each fact is told once and asked once."""
     while True:
         known = facts(generator)
+        lead = latest and latest * (0.2 + 0.8 * torch.rand((), generator=generator).item())
         asked = [known[i] for i in torch.randperm(len(known), generator=generator).tolist()]
         n_text = n_tokens - 2 * sum(len(tokenizer.encode(fact)) for fact in known)
         for _ in range(12):  # text may have other tokens around a name than without it
-            text = placed(plain(stream, tokenizer, n_text, generator).strip(), known, asked, generator)
+            told = [MARK * bool(lead) + known[0], *known[1:]]
+            asks = [MARK * bool(lead) + asked[0], *asked[1:]]
+            text = placed(plain(stream, tokenizer, n_text, generator).strip(), told, asks, generator, lead)
             n_more = n_tokens - len(tokenizer.encode(text))
             if not n_more:
                 return text
@@ -73,13 +80,13 @@ def plain(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, generator: t
 def passages(stream: TokenStream, tokenizer: Tokenizer, numbers: Sequence[str],
              generator: torch.Generator) -> Iterator[str]:
     """Passages without end, for the NUMBERS of the command line."""
-    if len(numbers) == 2:
-        shortest, room = map(int, numbers)
-        row = room
+    if len(numbers) == 3:
+        shortest, row, latest = int(numbers[0]), int(numbers[1]), float(numbers[2])
+        room = row
         while True:  # a passage ends with the token of a document's end
             n = round(between(shortest, row, generator))
             n = n if room - n >= shortest else room
-            yield filled(stream, tokenizer, n - 1, generator)
+            yield filled(stream, tokenizer, n - 1, latest, generator)
             room = room - n or row
     (shortest, longest), (least, most) = map(int, numbers[:2]), map(float, numbers[2:])
     while True:

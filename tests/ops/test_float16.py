@@ -107,7 +107,7 @@ def test_a_model_of_large_heads(name: str) -> None:
 
 
 def test_the_model_that_ships() -> None:
-    """What its layers add grows to 700,000. bfloat16 is ten times as far from float32."""
+    """bfloat16 is ten times as far from float32."""
     exact, half = load_model("small")[0].eval(), load_model("small")[0].half().eval()
     ids = random_ids(1, 300, vocab_size=exact.config.vocab_size)
     with torch.no_grad():
@@ -116,10 +116,9 @@ def test_the_model_that_ships() -> None:
         assert (half(ids, targets=ids) - exact(ids, targets=ids)).abs().max() < 0.1
         with torch.autocast("cpu", torch.float16):
             assert error(exact(ids), expected) < 2e-3
-        logits, state = prefill(half, ids[:, :255].tolist())
-        for n in range(255, 258):  # over the end of a chunk
-            assert error(logits, expected[:, n - 1]) < 2e-3
-            logits = decode_step(half, ids[:, n], state)
+        logits, state = prefill(half, ids[:, :245].tolist())
+        next_BV = [decode_step(half, ids[:, n], state) for n in range(245, 270)]  # over the end of a chunk
+        assert error(torch.stack([logits, *next_BV], 1), expected[:, 244:270]) < 2e-3
 
 
 @pytest.mark.parametrize("kind", [FeedForward, GatedAttentionUnit])

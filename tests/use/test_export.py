@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -361,6 +360,7 @@ def test_everything_that_is_not_code_is_packaged() -> None:
 
 SMALL = ROOT / "lineartime" / "models" / "small"
 CARD = (SMALL / "README.md").read_text(encoding="utf-8")
+SCRIPT = (ROOT / "studies/small.sh").read_text(encoding="utf-8")
 
 
 def test_its_files_are_those_of_its_manifest() -> None:
@@ -381,10 +381,12 @@ def test_it_predicts_a_book_that_it_has_not_seen(tmp_path: Path) -> None:
 def test_its_card_says_how_it_was_made() -> None:
     assert re.search(r"^\| bits per byte \| 1\.\d{3} \| 1\.\d{3} \|$", CARD, re.MULTILINE)
     assert CARD.startswith((ROOT / "studies" / "small.md").read_text(encoding="utf-8"))
-    (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
-    printed = dict(map(parse_setting, shlex.split(line)[11::2]))
+    printed = dict(map(parse_setting, re.findall(r"`(\w+=[^`]+)`", CARD[CARD.index("| Settings |"):])))
     where = {"data": "DATA", "out": "RUN"}
     source = replace(run_config(read_toml(ROOT / "studies/small_names.toml") | where).model, context=8192)
+    last = SCRIPT[SCRIPT.index("\nlineartime train studies/small.toml"):].replace("--steps ", "--set steps=")
+    changed = map(parse_setting, re.findall(r"--set (\w+=\S+)", last))
+    recipe = read_toml(ROOT / "studies/small.toml") | dict(changed) | where
     config = run_config({"from": "WEIGHTS"} | where | printed, source)
-    assert config == run_config({"from": "WEIGHTS"} | where | read_toml(ROOT / "studies/small.toml"), source)
+    assert config == run_config({"from": "WEIGHTS"} | recipe, source)
     assert f"| Steps | {config.train.steps:,} of {config.train.steps:,}, " in CARD and "+changes" not in CARD
