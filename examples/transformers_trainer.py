@@ -36,7 +36,7 @@ def main(steps: int = 8, out: Path = OUT) -> tuple[float, float]:
     rows = [{"input_ids": ids[start:start + CONTEXT]} for start in range(0, len(ids), CONTEXT)]
     trainer = Trainer(
         model,
-        TrainingArguments(str(out), max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-3,
+        TrainingArguments(str(out), max_steps=steps, per_device_train_batch_size=2, learning_rate=2e-4,
                           lr_scheduler_type="linear", warmup_steps=2, weight_decay=0.01, logging_steps=1,
                           save_strategy="no", report_to=[], disable_tqdm=True),
         train_dataset=rows[8:],
