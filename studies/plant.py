@@ -63,10 +63,10 @@ def filled(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, latest: flo
         lead = latest and latest * (0.2 + 0.8 * torch.rand((), generator=generator).item())
         asked = [known[i] for i in torch.randperm(len(known), generator=generator).tolist()]
         n_text = n_tokens - 2 * sum(len(tokenizer.encode(fact)) for fact in known)
+        if latest:
+            known[0], asked[0] = MARK + known[0], MARK + asked[0]
         for _ in range(12):  # text may have other tokens around a name than without it
-            told = [MARK * bool(lead) + known[0], *known[1:]]
-            asks = [MARK * bool(lead) + asked[0], *asked[1:]]
-            text = placed(plain(stream, tokenizer, n_text, generator).strip(), told, asks, generator, lead)
+            text = placed(plain(stream, tokenizer, n_text, generator).strip(), known, asked, generator, lead)
             n_more = n_tokens - len(tokenizer.encode(text))
             if not n_more:
                 return text

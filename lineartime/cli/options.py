@@ -87,7 +87,7 @@ FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     tuple[float, ...]: (str | None, partial(numbers, float)),
     Path | str: (str, str),
     Path: (Path, local_path),
-    Path | None: (Path | None, lambda text: text and local_path(text))}
+    Path | None: (Path | None, lambda text: None if text is None else local_path(text))}
 """Types of ours that typer does not take: what it takes instead, and what makes our value of it."""
 
 

@@ -376,7 +376,7 @@ def plot(
     """Draw the curves of runs."""
     split = [(text, "", text) if Path(text).is_dir() else text.partition("=") for text in runs]
     named = {label: Path(path or label) for label, _, path in split}  # the label of a run without one is its path
-    require(bool(out) or (out is None and len(runs) < 2), "the picture needs a file", "plot", "give --out a .png")
+    require(out is not None or len(runs) < 2, "the picture needs a file", "plot", "give --out a .png")
     require(len(named) == len(runs), "two runs have the same label", ", ".join(runs), "name each as LABEL=RUN")
     for run in named.values():
         require_run(run)

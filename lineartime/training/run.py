@@ -61,8 +61,8 @@ class Run:
         stored = folders.read_run(out)
         # The data and the first weights are compared by hash: a folder may have moved.
         same_weights = stored.get("from_sha256") == description.get("from_sha256")
-        named = ("id", "data", "from_model", "minutes", *(["from"] if same_weights else []))
-        description |= {name: stored.get(name) for name in named}
+        kept = ("id", "data", "from_model", "minutes", *["from"] * same_weights)
+        description |= {name: stored.get(name) for name in kept}
         # A run that differs in nothing but more steps goes on to these.
         changed, steps = different(stored, description), config.train.steps
         if steps > stored["train"]["steps"] and len(changed) == 1:
