@@ -420,7 +420,12 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
 def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[str, Any]) -> ModelConfig:
     """The configuration of one layer: `config`; or without it `preset` with these fields, and for a
     width below 768 larger initial values, see `ModelConfig.init_std`. Raises UsageError for a
-    config that is none, a wrong name or value, and config and fields together."""
+    config that is none, a wrong name or value, config and fields together, and a GAU where the
+    preset has none, or the reverse."""
+    require(config is None or isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name",
+            repr(config), "such as d_model=512")
+    require(config is None or not fields, "a layer takes a ModelConfig or fields, not both", ", ".join(fields),
+            "dataclasses.replace puts fields into a ModelConfig")
     if config is None:  # any width will do: a layer has no absolute positions
         if fields.get("residual") is False:  # f(x) alone, unless a norm is asked for
             fields = {"norm": None, **fields}
@@ -429,11 +434,10 @@ def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[s
             fields = {"n_heads": heads_of(width), **fields}
         config = replace_fields(replace(preset, abs_pos="learned"), fields)
         narrow = max(ModelConfig.d_model / config.d_model, 1)
-        return config if "init_std" in fields else replace(config, init_std=ModelConfig.init_std * narrow**0.5)
-    require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),
-            "such as d_model=512")
-    require(not fields, "a layer takes a ModelConfig or fields, not both", ", ".join(fields),
-            "dataclasses.replace puts fields into a ModelConfig")
+        if "init_std" not in fields:
+            config = replace(config, init_std=ModelConfig.init_std * narrow**0.5)
+    require((config.ffn == "gau") == (preset.ffn == "gau"), "a layer of another kind of model", f"ffn = {config.ffn}",
+            "GatedAttentionUnit is for gau, MultiHeadAttention and FeedForward for others")
     return config
 
 

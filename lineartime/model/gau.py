@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.base.settings import require
 from lineartime.config import FLASH, FLASH_QUAD, ModelConfig, layer_config
 from lineartime.model import gau_options
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
@@ -41,7 +40,6 @@ class GatedAttentionUnit(ResidualLayer):
 
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         config = layer_config(config, FLASH_QUAD if fields.get("chunk_size") is None else FLASH, fields)
-        require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
         e, s = config.d_inner, config.query_key_dim
         # One matmul makes u, v and z. q and k are made from z, with chunks a pair for each half.
         super().__init__(config, (e, e, s))

@@ -199,8 +199,9 @@ class LanguageModel(nn.Module):
         """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come,
         and the cache, which is changed. ids_BN: row b's next `n_new_B[b]` tokens, by default all,
         then padding, any ids of the vocabulary. cache: of `decoding_state`; None: the rows begin.
-        Raises UsageError past the end of a position table."""
+        Raises UsageError past the end of a position table, and as `DecodingState.check`."""
         state = self.decoding_state(len(ids_BN)) if cache is None else cache
+        state.check(self, len(ids_BN))
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         if ids_BN.numel() == 0:
             return self.normed(embeds_BND), state

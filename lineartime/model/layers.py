@@ -249,7 +249,7 @@ class ResidualLayer(nn.Module):
         where its documents begin, and its length: `[0, ..., T]`. cache: of `decoding_state`; x are
         then the next tokens of its rows. It is changed, and returned. Raises UsageError for a wrong
         shape, dtype, segment id or mask, a row longer than a position table, and a cache of other
-        rows."""
+        rows or of another layer."""
         self.check_input(x_BTD)
         if cu_seqlens is not None:
             require(segment_ids is None and cache is None, "cu_seqlens goes without segment_ids and cache",
@@ -267,8 +267,7 @@ class ResidualLayer(nn.Module):
         """`forward` of the next tokens of rows, whose past is in a state, which is changed. A
         document begins where the id is not that of the token before, also of an earlier call."""
         require(self.config.causal, "only a causal layer decodes", "causal = false", "give it whole rows")
-        require(len(state.seq_lens_B) == len(x_BND), "the cache holds another batch",
-                f"{len(state.seq_lens_B)} rows, the input has {len(x_BND)}", "cache.select keeps and repeats rows")
+        state.check(self, len(x_BND))
         # Each row's tokens go to its front, its padding behind them.
         laid = layout.lay_out(self.config, x_BND, segment_ids, token_mask, in_grid=False)
         if x_BND.numel() == 0:

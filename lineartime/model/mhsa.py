@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.base.settings import require
 from lineartime.config import COMBINER, MC_TFM_PLUS_PLUS, PERFORMER, TRANSFORMER_PLUS_PLUS, ModelConfig, layer_config
 from lineartime.model.attention.combiner import Combiner
 from lineartime.model.attention.mixed_chunk import MixedChunk
@@ -45,8 +44,6 @@ class MultiHeadAttention(ResidualLayer):
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
         config = layer_config(config, presets.get(fields.get("attn_type", ""), TRANSFORMER_PLUS_PLUS), fields)
-        require(config.ffn != "gau", "a model with ffn = gau has no MultiHeadAttention", f"ffn = {config.ffn}",
-                "take lineartime.GatedAttentionUnit")
         d = config.d_model
         super().__init__(config, (d,) * (4 if config.gate else 3))  # q, k, v and perhaps a gate, by one matmul
         self.out_proj = nn.Linear(d, d, bias=config.bias)
@@ -113,8 +110,6 @@ class FeedForward(ResidualLayer):
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # so that any width will do
         config = layer_config(config, preset, fields)
-        require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",
-                "take lineartime.GatedAttentionUnit")
         super().__init__(config, (config.d_inner,) * (2 if config.ffn == "glu" else 1))
         self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=config.bias)
         with torch.random.fork_rng(devices=[]):

@@ -43,8 +43,7 @@ class LineartimeCache(Cache):
         n_rows = ids_BN.shape[0]  # `len` would fix it in a graph
         if self.state is None:
             self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)
-        require(self.batch_size == n_rows, "the cache holds another batch",
-                f"{self.batch_size} rows, the input has {n_rows}", "repeat it: batch_repeat_interleave")
+        self.state.check(model, n_rows)
         if torch.compiler.is_exporting() and ids_BN.shape[1] == 1:
             step = DecodeStep(model, self.state.reserve_in_graph(1))
             x_BND = step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)[:, None]

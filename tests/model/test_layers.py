@@ -31,7 +31,6 @@ WRONG = [
     (GatedAttentionUnit, (model_config("flash-quad"),), {"d_model": 64}, "not both: d_model"),
     (GatedAttentionUnit, (model_config("performer"),), {}, "ffn = mlp"),
     (MultiHeadAttention, (model_config("flash"),), {}, "ffn = gau"),
-    (FeedForward, (model_config("flash"),), {}, "FeedForward"),
 ]
 
 

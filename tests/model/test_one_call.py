@@ -73,8 +73,10 @@ def test_a_cache_copies_saves_and_selects_rows(name: str, tmp_path: Path) -> Non
     assert difference(torch.cat([first_BTD, rest_BTD], 1), layer(x_BTD)) <= 1e-12
     with pytest.raises(CheckpointError, match="the state of another model"):
         DecodingState.load(file, layer_of(name, seed=1))
-    with pytest.raises(UsageError, match="the cache holds another batch: 2 rows, the input has 3"):
+    with pytest.raises(UsageError, match="the state is of another batch: 2 rows, the input has 3"):
         layer(x_BTD[chosen], cache=cache)
+    with pytest.raises(UsageError, match="the state of another model or layer"):
+        layer_of(name, seed=1)(x_BTD, cache=cache)
 
 
 @torch.no_grad()

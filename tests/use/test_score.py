@@ -213,10 +213,9 @@ def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before:
         torch.testing.assert_close(logits_BV, whole, rtol=0, atol=1e-12)
         assert generate(model, prompts, max_new_tokens=7, state=state) == expected
     assert all(torch.equal(tensor, kept[key]) for key, tensor in state.tensors().items())
-    for call in (lambda state: generate(model, prompts[:2], max_new_tokens=1, state=state),
-                 lambda state: prefill(model, prompts[:2], state=state)):
-        with pytest.raises(UsageError, match="another number of rows: 3 rows for 2 prompts"):
-            call(state.repeated(3))
+    for call in (lambda *given, **more: generate(*given, max_new_tokens=1, **more), prefill):
+        with pytest.raises(UsageError, match="another batch: 3 rows, the input has 2"):
+            call(model, prompts[:2], state=state.repeated(3))
     with pytest.raises(UsageError, match="the state of another model"):
         generate(random_model(with_end(CONFIGS[name]), seed=1), prompts, max_new_tokens=1, state=state)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineartime.base.errors import CheckpointError, raised_as
 from lineartime.base.files import open_regular, replaced
@@ -73,6 +73,14 @@ class DecodingState:
                 if isinstance(value, Tensor):
                     setattr(part, name, value.to(device))
         return self
+
+    def check(self, reader: nn.Module, n_rows: int) -> None:
+        """Raise UsageError unless this is the state of `n_rows` rows of this model or layer."""
+        n_own = self.seq_lens_B.shape[0]  # `len` would fix it in a graph
+        require(n_own == n_rows, "the state is of another batch", f"{n_own} rows, the input has {n_rows}",
+                "its `select` keeps and repeats rows")
+        require(self.model in (None, reader), "the state of another model or layer", type(self.model).__name__,
+                "give it to the one that made it")
 
     def begins(self, segment_ids_BN: Tensor) -> Tensor:
         """True for the next tokens that begin a document, by their ids and that of the token before
@@ -160,7 +168,7 @@ class DecodingState:
     def repeated(self, n_rows: int) -> "DecodingState":
         """A copy with `n_rows` rows, of one row or as many, else UsageError."""
         n_own = len(self.seq_lens_B)
-        require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
+        require(n_own in (1, n_rows), "the state is of another batch", f"{n_own} rows, the input has {n_rows}")
         made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches], seen=None)
         made.select(torch.arange(n_rows).clamp(max=n_own - 1))
         return made

@@ -33,10 +33,6 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], progress: Ca
     chunk_size = model.config.chunk_size or 1
     piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
     state = model.decoding_state(len(prompts)) if state is None else state
-    require(len(state.seq_lens_B) == len(prompts), "the state has another number of rows",
-            f"{len(state.seq_lens_B)} rows for {len(prompts)} prompts", "see DecodingState.repeated")
-    require(state.model is None or state.model.embed is model.embed, "the state of another model", "prefill",
-            "give the model that has read it")
     last_BD = torch.zeros(len(prompts), model.config.d_model, device=device, dtype=dtype)
     for start in range(0, max(map(len, prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]
