@@ -36,8 +36,7 @@ MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads":
 
 def models_of(task: str) -> list[str]:
     """The models that learn a task, but for those that are gone."""
-    name = STUDY["tasks"][task]
-    names = list(STUDY["models"]) if name == "all" else STUDY["lists"][name]
+    names = STUDY["lists"].get(STUDY["tasks"][task], STUDY["models"])  # "all" is no list
     return [name for name in names if not STUDY["models"][name].keys() & REMOVED.keys()]
 
 
@@ -115,6 +114,14 @@ def best_rate(first: Sequence[Row]) -> float:
     return max(first, key=lambda row: (score(row), -(row["passed"] or math.inf)))["learning_rate"]
 
 
+def rates_to_try(first: Sequence[Row]) -> list[float]:
+    """Learning rates that a model's first rows lack: the study's, then half or twice the best."""
+    if not first:
+        return RATES
+    tried, best = [row["learning_rate"] for row in first], best_rate(first)
+    return [best / 2] if best == min(tried) else [best * 2] if best == max(tried) else []
+
+
 def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> None:
     """Raise UsageError for settings that a model cannot have, or rows too short for a task."""
     training(name, task, settings)
@@ -128,8 +135,8 @@ def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> Non
 
 def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any], path: Path,
                   on_step: OnStep) -> Iterator[Row]:
-    """The rows of a model on a task: every rate with the first seed, and the `best_rate` with the
-    others. What the file lacks is measured and appended. Raises as `measure` and `add_missing`."""
+    """The rows of a model on a task: `rates_to_try` with the first seed, and the best with others.
+    What the file lacks is measured and appended. Raises as `measure` and `add_missing`."""
     config = config_of(model, task, {each: value for each, value in settings.items() if each in MODEL_FIELDS})
     train = training(name, task, settings)
     # Where a row comes from, without the folders of the machine.
@@ -142,10 +149,11 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
         return add_missing(path, key_of(model, name, config, chosen), command, lambda: versions | measure(
             new_model(model, config, seed), task, chosen, length=config.context, on_step=on_step))
 
-    first = []
-    for rate in [*STUDY["study"]["lower_rates"].get(model, []), *RATES]:
-        first.append(row_of(rate, 0))
-        yield first[-1]
+    first: list[Row] = []
+    while rates := rates_to_try(first):
+        for rate in rates:
+            first.append(row_of(rate, 0))
+            yield first[-1]
     best = best_rate(first)
     for seed in range(1, SEEDS):
         yield row_of(best, seed)
@@ -197,8 +205,7 @@ def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> 
 
 def without_keys(task: str, n_facts: int) -> float:
     """The accuracy of who knows the values of a row, and not which belongs to which key."""
-    distinct = task in TASKS and TASKS[task].distinct
-    return 1 / n_facts if distinct else commonest(ABOUT[task][1], n_facts)
+    return 1 / n_facts if task in TASKS and TASKS[task].distinct else commonest(ABOUT[task][1], n_facts)
 
 
 def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
