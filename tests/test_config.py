@@ -109,6 +109,7 @@ def test_what_follows_from_the_fields():
 
 REFUSED = [
     ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
+    ({"model": ["flash"]}, "unknown model: ['flash']"),
     ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
     ({"batch_size": 8}, "unknown setting: batch_size; did you mean tokens_per_step?"),

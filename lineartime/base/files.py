@@ -187,6 +187,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     end of the block. Until then the block may put other folders beside it, which are removed. After
     an error nothing is left, nor of the parents that were made. Raises ResourceError if another
     process is writing this folder, OSError if `out` is there and not an empty folder."""
+    if os.path.ismount(out):
+        raise OSError(errno.EBUSY, "it is a mount point; name a folder in it", str(out))
     made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden, lock = _hidden(out, "unfinished"), _hidden(out, "lock")

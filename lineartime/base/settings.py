@@ -33,8 +33,9 @@ def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
     """Raise UsageError, with the name that is meant or the nearest ones, unless `name` is valid."""
     valid = list(valid)
     if name not in valid:
-        near = difflib.get_close_matches(str(name), valid, n=5, cutoff=0)
-        meant = [MEANT[name]] if MEANT.get(name) in valid else difflib.get_close_matches(str(name), near, 1, 0.5)
+        given = str(name)
+        near = difflib.get_close_matches(given, valid, n=5, cutoff=0)
+        meant = [MEANT[given]] if MEANT.get(given) in valid else difflib.get_close_matches(given, near, 1, 0.5)
         todo = f"one of {', '.join(valid)}" if len(valid) < 12 else f"the nearest are {', '.join(near)}"
         if meant:
             todo = f"did you mean {meant[0]}?"

@@ -140,6 +140,13 @@ def exists(name: Name, kind: type[LineartimeError] = DataError) -> bool:
         return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
 
 
+def is_empty(folder: Name) -> bool:
+    """Whether nothing has this name but an empty folder. Raises ResourceError."""
+    with reading(folder, ResourceError):
+        store, path = store_of(folder)
+        return not exists(folder, ResourceError) or (store.isdir(path) and not store.ls(path))
+
+
 def require_there(names: Iterable[Name]) -> None:
     """Raise DataError for a missing file or folder, before torch is imported. `-` is stdin."""
     for name in names:
@@ -150,7 +157,8 @@ def require_there(names: Iterable[Name]) -> None:
 
 @contextlib.contextmanager
 def uploaded(address: Name | None) -> Iterator[Path]:
-    """An empty folder, whose files go to an address at the end of the block; None: nowhere."""
+    """An empty folder, whose files go to an address at the end of the block, the manifest last, so
+    that a part of them is not taken for all; None: nowhere."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "done")
         folder.mkdir()
@@ -158,7 +166,9 @@ def uploaded(address: Name | None) -> Iterator[Path]:
         if address is not None:
             with reading(address, ResourceError):
                 store, path = store_of(address)
-                store.put(f"{folder}/", path, recursive=True)
+                store.makedirs(path, exist_ok=True)
+                for file in sorted(folder.iterdir(), key=lambda file: file.name.lower() == "manifest.json"):
+                    store.put(str(file), joined(path, file.name), recursive=True)
 
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:

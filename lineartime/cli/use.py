@@ -202,7 +202,8 @@ def line_of(row: "scoring.Score", per: str, as_json: bool) -> str:
 def note_scored(now: "scoring.ScoringState", n_new: int, seconds: float, state: Path | None) -> None:
     """Print what is scored so far, and how fast, to stderr. n_new: tokens of this call."""
     if now.n_tokens:
-        per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / now.n_tokens)
+        per_byte, per_token = now.bits / max(now.n_bytes, 1), now.bits / now.n_tokens
+        perplexity = 2**per_token if per_token < 1024 else float("inf")
         note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
              f"byte, perplexity {perplexity:.1f} per token; {n_new / max(seconds, 1e-9):,.0f} tokens/s")
     elif not now.shown:
@@ -229,6 +230,7 @@ def generate(
     """Continue prompts. One is printed as it grows; several are printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
+    require((*prompts, *prompt_file).count("-") <= 1, "stdin is read once", "-", "name it once")
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
     from lineartime.model.decoding.state import DecodingState
     from lineartime.weights.generation.generate import check_sampling, generate, ids_of_prompts

@@ -7,13 +7,15 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -21,11 +23,11 @@ import numpy as np
 from lineartime.base.errors import DataError, ResourceError
 from lineartime.base.files import clear_leftovers, hashed_stream, new_folder, system_errors
 from lineartime.base.settings import require
-from lineartime.base.stores import exists, hash_of, is_address, joined, uploaded
+from lineartime.base.stores import exists, hash_of, is_address, is_empty, joined, uploaded
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.read_text import Read, read_pieces
-from lineartime.data.sources import Source, copies_named, find_text
+from lineartime.data.sources import Source, copies_named, find_text, in_order
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer, train_tokenizer
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
 from lineartime.data.units import ROW, Encoded, Unit, cut_document, documents_of, encode_unit, row_of, units_of
@@ -56,9 +58,7 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
     out = settings.out if is_address(settings.out) else os.path.realpath(settings.out)
     with system_errors(out):
         is_prepared = exists(joined(out, DATA_MANIFEST), ResourceError)
-        is_new = not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out))
-        require(is_prepared or is_address(out) or is_new, "the output exists and is not a prepared folder", out,
-                "choose another")
+        require(is_prepared or is_empty(out), "the output exists and is not a prepared folder", out, "choose another")
         tokenizer, asked = None, Manifest(settings.for_manifest, shard_tokens=settings.shard_tokens)
         if settings.tokenizer != "train":
             tokenizer = named_tokenizer(settings.tokenizer, mlm=settings.is_masked)
@@ -111,8 +111,10 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
     shards of each split. tokenizer: None to train one. manifest: gets what there is to say."""
     read, held_out = partial(read_pieces, field=settings.field, task=settings.task), settings.held_out
     first_files = {each.split: each.path for each in reversed(sources)}  # for errors
-    if held_out and [each.kind for each in sources if each.split == "train"] == [".txt"]:
-        sources = [*cut_document(sources[0].path, held_out, folder.parent, read), *sources[1:]]
+    of_train = [each for each in sources if each.split == "train" and each.n_bytes]
+    if held_out and [each.kind for each in of_train] == [".txt"]:
+        parts = cut_document(of_train[0].path, held_out, folder.parent, read)
+        sources = in_order([*parts, *(each for each in sources if each is not of_train[0])])
         held_out, first_files["validation"] = None, first_files["train"]
     tokenizer = tokenizer or trained(settings, sources, held_out, read, progress)
     manifest.dtype = tokenizer.dtype
@@ -177,7 +179,7 @@ def encode_all(units: Iterable[Unit], tokenizer: Tokenizer, with_hashes: bool, n
         yield from (encode_unit(unit, tokenizer, with_hashes) for unit in units)
         return
     pool = ProcessPoolExecutor(n_workers, multiprocessing.get_context("spawn"), end_with_parent)
-    calls = (pool.submit(encode_unit, unit, tokenizer, with_hashes) for unit in units)
+    calls = (submitted(pool, unit, tokenizer, with_hashes) for unit in units)
     try:
         waiting = [*itertools.islice(calls, 2 * n_workers)]  # not all: what is done lies in memory
         while waiting:
@@ -189,6 +191,16 @@ def encode_all(units: Iterable[Unit], tokenizer: Tokenizer, with_hashes: bool, n
                             ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def submitted(pool: ProcessPoolExecutor, *arguments: Any) -> Future[Encoded]:
+    """`encode_unit` in another process, which may start here. It does not run the user's script
+    first, which would call `prepare` again."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        return pool.submit(encode_unit, *arguments)
+    finally:
+        sys.modules["__main__"] = main
 
 
 def end_with_parent() -> None:
@@ -204,8 +216,9 @@ def end_with_parent() -> None:
 
 def divided(split: str, rows_D4: np.ndarray, share: float | None, path: str) -> dict[str, np.ndarray]:
     """Which documents are in the split, and of train which are held out, in bool `[D]`: documents
-    at equal distances with at least `share` of the bytes; at least one, and not all. Equal ones go
-    together, unless all are equal. Blank ones are left out. Raises DataError for an empty split."""
+    at equal distances with at least `share` of the bytes, or fewer where that would be most of the
+    text; at least one, and not all. Equal ones go together, unless all are equal. Blank ones are
+    left out. Raises DataError for an empty split."""
     is_kept_D = rows_D4[:, 1] > 0
     require(bool(is_kept_D.any()), "nothing but white space" if len(is_kept_D) else "no documents", path,
             f"the {split} split would be empty", DataError)
@@ -219,13 +232,15 @@ def divided(split: str, rows_D4: np.ndarray, share: float | None, path: str) -> 
     _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
     groups_U = np.argsort(firsts)  # groups of equal documents, in the order of their first ones
     bytes_U = np.bincount(groups_D, bytes_D)[groups_U]
-    n, wanted = len(groups_U), share * bytes_U.sum()
+    n, shares_U, fewer = len(groups_U), bytes_U / bytes_U.sum(), None
     k = min(max(1, round(n * share)), n - 1)
     while True:
         chosen = (2 * np.arange(k) + 1) * n // (2 * k)
-        if k == n - 1 or bytes_U[chosen].sum() >= wanted * (1 - 1e-9):
+        if k == n - 1 or shares_U[chosen].sum() >= share * (1 - 1e-9):
             break
-        k = min(k + 1 + k // 50, n - 1)
+        k, fewer = min(k + 1 + k // 50, n - 1), chosen
+    if shares_U[chosen].sum() > max(2 * share, 0.5) and fewer is not None:
+        chosen = fewer
     is_held_D = is_kept_D.copy()
     is_held_D[is_kept_D] = np.isin(groups_D, groups_U[chosen])
     return {"train": is_kept_D & ~is_held_D, "validation": is_held_D}

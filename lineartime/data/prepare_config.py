@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.base.settings import require, require_name
+from lineartime.base.settings import check_fields, require, require_name
 from lineartime.config import LARGEST, TASKS, check_bounds
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -40,6 +40,7 @@ class PrepareSettings:
     unit_bytes: int = 1 << 21  # How much text a process takes at once, about. The result does not depend on it.
 
     def __post_init__(self) -> None:
+        check_fields(self)
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",
                 "it lies between 0 and 1")
         check_bounds(self)

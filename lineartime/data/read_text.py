@@ -255,10 +255,12 @@ def _table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]
             raise DataError("not valid CSV", f"{name}:{line}", str(e)) from None
 
 
-def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
+def _checked_lines(file: IO[str], name: Name) -> Iterator[str]:
     count = text_counter(name)
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), ""), 1):
         count(len(line))
+        if len(line) == MAX_LINE_BYTES:
+            raise DataError("line is too long", f"{name}:{number}", f"the limit is {MAX_LINE_BYTES} bytes")
         if "\0" in line:
             raise DataError("a NUL byte: this is no text", f"{name}:{number}")
         if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):

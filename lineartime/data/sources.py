@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lineartime.base.errors import DataError, UsageError, raised_as
 from lineartime.base.settings import require
-from lineartime.base.stores import Name, found_at, is_address, packing_of, size_of
+from lineartime.base.stores import Name, found_at, is_address, joined, packing_of, size_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
 from lineartime.data.read_text import ENDING, READS, Record, is_token_file, kind_of, text_field, text_of
@@ -112,6 +112,11 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
         require(real not in seen, "the same file twice", source.path, "name it once")
         seen.add(real)
+    return in_order(sources)
+
+
+def in_order(sources: Iterable[Source]) -> list[Source]:
+    """Files by split: train, validation, test."""
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 
@@ -152,8 +157,9 @@ def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]
 
 
 def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
-    """The files that have a split, if one is of train or all have one; else all, without a split.
-    Raises UsageError for a train split deeper in the folder: its validation would be trained on."""
+    """The files that have a split, if one is of train or all have one; all, if none has. Raises
+    UsageError for others, and for a train split deeper in the folder: what is held out would be
+    trained on."""
     deep = [source for source in sources if "/" in source.name]
     by_folder = [source._replace(split=SPLIT_NAMES.get(source.name.split("/")[0].lower(), "")) for source in deep]
     by_name = [source._replace(split=_split_of(source.name)) for source in sources if "/" not in source.name]
@@ -165,6 +171,9 @@ def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
         *parents, last = source.name.lower().split("/")
         if "train" in (*parents, _split_of(last)):
             raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {source.name}")
+    for source in (*by_folder, *by_name):
+        require(not source.split, "this folder has a split and text of none", joined(folder, source.name),
+                "rename it or leave it out, or give it with --validation or --test")
     return sources
 
 

@@ -39,7 +39,8 @@ def _described(name: str) -> tuple[Any, np.ndarray]:
             dtype = np.dtype("<u4" if re.match(rb"[^\n]*\|4\s*$", metadata, re.MULTILINE) else "<u2")
             ends_D = np.frombuffer(index, "<u8").astype(np.int64)
             lengths_D = ends_D - np.concatenate([[0], ends_D[:-1]])
-        fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size_of(name)
+        n_ids = size_of(name) / dtype.itemsize
+        fits = ((lengths_D >= 0) & (lengths_D <= n_ids)).all() and lengths_D.sum() == n_ids
     except (IndexError, KeyError, OverflowError, ValueError):
         fits = False
     if not fits:

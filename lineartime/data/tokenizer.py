@@ -7,6 +7,7 @@ import hashlib
 import json as json_module
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
                    r"|(?s:.)[^ \n]*(?:[ \n](?!\S)[^ \n]*)*")
 """Cuts text where GPT-2's expression does: each part has its own tokens. Within ASCII these are all
 of its cuts. The last alternative takes other characters, up to a space before a word."""
+STDERR = threading.Lock()  # who has it may point the process's stderr elsewhere
 LONGEST_WHOLE = 1 << 22  # characters of the longest document that a tokenizer sees whole
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
@@ -241,14 +243,14 @@ def _cuts_as_gpt2(content: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
     """Drop what the library writes to stderr: the stack of a panic, whose error is raised too."""
-    whole = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
+    with STDERR, open(os.devnull, "wb") as nowhere:
+        whole = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(whole, 2)
-        os.close(whole)
+        try:
+            yield
+        finally:
+            os.dup2(whole, 2)
+            os.close(whole)
 
 
 def needed_tokens(mlm: bool) -> list[str]:

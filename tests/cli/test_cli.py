@@ -178,6 +178,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
         (3, ["not valid UTF-8", "bad.txt, byte 5"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
         (2, ["a stop text is empty"], ["generate", run, "x", "--stop", ""]),
+        (2, ["stdin is read once"], ["generate", run, "-", "--prompt-file", "-"]),
         (2, ["--out"], ["plot", run, run]), (2, ["exists already: ."], ["plot", run, "--out", ""]),
         (2, ["the same label", f"a={run}, a={data}"], ["plot", f"a={run}", f"a={data}", "--out", tmp_path / "x"]),
         (2, ["unknown model: run.tml"], ["train", "run.tml"]),

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ import lineartime.data.prepare
 from disk import limited
 from lineartime.base.errors import DataError, ResourceError, UsageError
 from lineartime.base.files import _hidden
-from lineartime.data.prepare import prepare
+from lineartime.data.prepare import divided, prepare
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
@@ -173,18 +174,29 @@ def test_an_empty_file_does_not_refuse_a_folder(tmp_path):
     manifest = prepare([tmp_path / "text"], tmp_path / "out", tokenizer="bytes")
     assert documents_of(tmp_path / "out") == ["a", "b"]
     assert manifest.notes == ["1 files have no documents and were left out"]
+    make(tmp_path, {"one/a.txt": "one\n" * 40, "one/b.txt": ""})
+    manifest = prepare([tmp_path / "one"], tmp_path / "of one", tokenizer="bytes", held_out=0.1)
+    assert documents_of(tmp_path / "of one", "validation") == ["one\n" * 3]
+    assert manifest.notes == ["1 files have no documents and were left out"]
+
+
+def test_a_long_document_is_not_held_out_beside_short_ones():
+    rows_D4 = np.array([[1, 1, 22_800 if i == 4 else 200, i] for i in range(10)], np.uint64)
+    held_D = divided("train", rows_D4, 0.05, "")["validation"]
+    assert held_D.any() and not held_D[4]
 
 
 @pytest.mark.parametrize("options, message", [
     ({"inputs": []}, "wrong inputs: there are none"),
     ({"sample": True}, "wrong inputs: 1 and the sample"),
-    ({"held_out": float("nan")}, "held_out = nan; it lies between 0 and 1"),
+    ({"held_out": 1.0}, "held_out = 1.0; it lies between 0 and 1"),
     ({"held_out": 0.1, "validation": ["v.txt"]}, "two validation splits: held_out = 0.1"),
     ({"jobs": 0}, "jobs must be at least 1: jobs = 0"),
     ({"vocab_size": 256}, "vocab_size = 256; it takes 257 to 16,777,216"),
     ({"vocab_size": 258, "mlm": True}, "vocab_size = 258; it takes 259 to 16,777,216"),
     ({"tokenizer": "bytes", "vocab_size": 500}, "its own vocabulary: --tokenizer bytes --vocab-size 500; leave"),
     ({"tokenizer": "none.json"}, "cannot read the tokenizer: none.json"),
+    ({"vocab_size": np.int64(300)}, "vocab_size = np.int64(300); it takes a whole number or None"),
 ])
 def test_wrong_arguments_are_usage_errors_before_anything_is_read(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
@@ -265,6 +277,13 @@ def test_odd_paths_work(tmp_path, monkeypatch):
     assert (tmp_path / "link").is_symlink()
 
 
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
+    make(tmp_path, {"a.txt": "text"})
+    monkeypatch.setattr("os.path.ismount", lambda path: True)
+    with pytest.raises(ResourceError, match=r"cannot write: .*; it is a mount point; name a folder in it"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
+
+
 def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path):
     make(tmp_path, {"a.txt": "text " * 20_000})
     with pytest.raises(ResourceError, match="cannot write"), limited(resource.RLIMIT_FSIZE, 50_000):
@@ -287,7 +306,8 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
     """Whenever it is killed, the folder is not there or whole; the next call begins again."""
     make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(150)]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
-    out, command = tmp_path / "out", [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", tmp_path / "out"]
+    (tmp_path / ".script.py").write_text(SCRIPT)  # which the processes that tokenise must not run
+    out, command = tmp_path / "out", [sys.executable, tmp_path / ".script.py", tmp_path / "a.jsonl", tmp_path / "out"]
     for awaited in (".lineartime-*.lock", ".lineartime-*/done/tokenizer.json", ".lineartime-*/done/train-00003.bin",
                     ".lineartime-*/done/validation-00000.bin", "out"):
         assert not out.exists()

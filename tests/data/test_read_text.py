@@ -214,6 +214,8 @@ def test_splits_of_several_inputs(tmp_path):
     ("a.txt b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
     ("en/train/a.txt en/test/b.txt", ".", "", "the splits lie deeper in this folder"),
     ("en/train.txt en/test.txt", ".", "", "the splits lie deeper in this folder"),
+    ("a.txt test.txt", ".", "", "this folder has a split and text of none: .*test.txt; rename it or leave it out"),
+    ("a.txt test/b.txt", ".", "", "this folder has a split and text of none: .*test/b.txt"),
     ("a.log", "*.log", "", r"unknown kind of file: .*a\.log; it takes \.txt, \.md, \.csv"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out, rename"),
     ("held/test.txt a.txt", "held a.txt", "", "a.txt; .*give the others with --validation and --test"),

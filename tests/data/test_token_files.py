@@ -84,8 +84,9 @@ def test_token_files_that_were_cut_off_are_refused(tmp_path, name, damaged):
     write_megatron(tmp_path / "a.bin", documents, 4, "<i4")
     whole = (tmp_path / damaged).read_bytes()
     assert [ids.tolist() for ids in read_token_file(tmp_path / name)] == [[1, 2, 3], [4, 5]]
-    for n_bytes in range(min(len(whole), 42)):
-        (tmp_path / damaged).write_bytes(whole[:n_bytes])
+    beyond = struct.pack("<5Q", 2**62, 2**63 - 1, 2**63 + 5, 2**63 + 2**62, 5)  # ends whose differences wrap around
+    for content in [whole[:n_bytes] for n_bytes in range(min(len(whole), 42))] + [beyond] * damaged.endswith("index"):
+        (tmp_path / damaged).write_bytes(content)
         with pytest.raises(DataError, match="not an index of these tokens"):
             list(read_token_file(tmp_path / name))
 

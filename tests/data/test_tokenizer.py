@@ -1,8 +1,10 @@
 """Text comes back exactly as it went in, and nothing in it is read as a special token."""
 
 import json
+import os
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +16,15 @@ from transformers import AutoTokenizer
 
 import lineartime.data.tokenizer
 from lineartime.base.errors import DataError, UsageError
-from lineartime.data.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, named_tokenizer, train_tokenizer
+from lineartime.data.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+    train_tokenizer,
+)
+from lineartime.folders import model_folder
 from lineartime.tasks.pooling import document_ids
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
@@ -246,3 +256,10 @@ def test_what_no_tokenizer_json_says_is_refused(tmp_path, settings, words):
     with pytest.raises(UsageError, match=words) as caught:
         opened(tmp_path, tokenizer_config__json=settings)
     assert "\n" not in str(caught.value)
+
+
+def test_threads_that_open_tokenizers_leave_stderr_as_it_was() -> None:
+    path, before = model_folder("small") / "tokenizer.json", os.fstat(2)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(load_tokenizer, [path] * 40))
+    assert os.path.samestat(os.fstat(2), before)

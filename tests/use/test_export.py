@@ -201,6 +201,12 @@ def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path,
     store.put(f"{data}/", "/models/data", recursive=True)
     for own, there in ((exported, "memory://models/tiny"), (data, "memory://models/data")):
         assert call("info", there) == (0, call("info", own)[1].replace(str(own), there), "")
+    assert_refused(*call("prepare", run.parent / "about.md", "--tokenizer", "bytes", "--out", to_store[3])[::2], 2,
+                   "the output exists and is not a prepared folder: memory://models/tiny; choose another")
+    with monkeypatch.context() as patch:  # an upload that is cut off has no manifest
+        names: list[str] = []
+        patch.setattr(type(store), "put", lambda self, own, there, **how: names.append(there))
+        assert call(*to_store[:3], "memory://models/again")[0] == 0 and names[-1].endswith("again/MANIFEST.json")
     assert not list(tmp_path.rglob("*.safetensors"))  # weights are not copied to be described
     how = (PROMPT, "--max-new-tokens", 3, "--temperature", 0)
     assert call("generate", "memory://models/tiny", *how) == call("generate", exported, *how)
