@@ -510,7 +510,7 @@ class TrainConfig:
                "choose a power of 2, or set shard = false")
         yield (self.tokens_per_step % self.micro_batch_tokens > 0,
                "tokens_per_step must be a multiple of micro_batch_tokens",
-               f"{self.tokens_per_step} and {self.micro_batch_tokens}", None)
+               f"{self.tokens_per_step} and {self.micro_batch_tokens}", "a step is of whole rows: see context")
 
     @property
     def decay_from(self) -> int:

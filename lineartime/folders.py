@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from lineartime.base.errors import CheckpointError, UsageError, found_in, raised_as
 from lineartime.base.files import damaged, json_sha256, read_json, read_json_lines, read_text, write_json
 from lineartime.base.settings import require, require_name
-from lineartime.base.stores import Name, cached, is_address, reading, store_of
+from lineartime.base.stores import Name, cached, is_address, is_as_written, reading, store_of
 from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, TrainConfig, stored_config, to_dict
 
 RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
@@ -20,6 +21,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"  # name of the moments: one process has `optimizer.safetensors`, several have a file each
 QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
+STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")  # the name of a checkpoint's folder
 MODELS = Path(__file__).parent / "models"
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,15 @@ def read_run(out: Path) -> dict[str, Any]:
 def saved_run(out: Path) -> dict[str, Any]:
     """The description of the run that a folder holds; empty if it has saved nothing yet, or is
     damaged, which `Run` reports."""
-    if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
+    if (out / RESULT_FILE).exists() or saved_steps(out):
         with suppress(CheckpointError, UsageError):
             return read_run(out)
     return {}
+
+
+def saved_steps(out: Path) -> list[int]:
+    """Steps of the entries of a folder that are named like checkpoints, highest first."""
+    return sorted((int(found[1]) for path in out.glob("step-*") if (found := STEP.fullmatch(path.name))), reverse=True)
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
@@ -174,12 +181,18 @@ def named_folder(name: Name) -> Path:
 
 def weights_folder(name: str) -> Path:
     """The folder with the configuration and the tokenizer of `named_folder`: itself, or a run's
-    newest checkpoint that has them. Weights at an address stay there. Raises UsageError."""
+    newest checkpoint whose JSON files are as they were written. Weights at an address stay there.
+    Raises UsageError, or CheckpointError where all are damaged."""
     folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
-    saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
-    for each in (folder, *saved):
-        if (each / CONFIG_FILE).is_file():
-            return each
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    saved = [folder / f"step-{step:08d}" for step in saved_steps(folder)]
+    for each in saved:
+        with suppress(CheckpointError, LookupError, AttributeError):
+            files = read_json(each / "MANIFEST.json")["files"]
+            if all(is_as_written(each / own, entry) for own, entry in files.items() if own.endswith(".json")):
+                return each
+    require(not saved, "damaged checkpoint", saved[0] if saved else name, "restore one from a copy", CheckpointError)
     raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")
 
 

@@ -20,13 +20,13 @@ from lineartime.base.settings import require
 from lineartime.base.words import Progress
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
-from lineartime.folders import WEIGHTS, saved_run
+from lineartime.folders import RESULT_FILE, WEIGHTS, saved_run
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.evaluation import evaluate_data
 from lineartime.training.loop import SAVED, Callbacks, First, Loop, Setup, fit_once
 from lineartime.training.objectives import MaskedTokens, NextToken
 from lineartime.training.plot import PLOT_FILE, plot_run
-from lineartime.training.run import Run
+from lineartime.training.run import SAMPLE_FILE, Run
 from lineartime.training.run_config import RunConfig, config_for_data
 from lineartime.training.runtime import StopSignal, available_bytes, peak_bytes
 from lineartime.weights.checkpoint import read_parts
@@ -35,7 +35,6 @@ from lineartime.weights.load import find_weights
 from lineartime.weights.transfer import check_shapes
 from lineartime.weights.transformers_files import tokenizer_files
 
-SAMPLE_FILE = "sample.txt"
 PLANNED = ("steps", "warmup_steps", "eval_every", "save_every")
 MOST_LOOKS, MEASURED, LOOKED, LAST_S = 10, 0.05, 0.1, 5.0
 """Of a run of so many minutes: most held-out scores, and checkpoints; the shares of its time in
@@ -103,7 +102,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     score = partial(score_and_sample, stop=stop, progress=progress)
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout, plan)
-    if launched().is_first and not (already and (out / PLOT_FILE).exists()):  # a kill may have come before the picture
+    plot, of_result = out / PLOT_FILE, (out / RESULT_FILE).stat()  # a kill may have come before the picture
+    if launched().is_first and not (already and plot.exists() and plot.stat().st_mtime_ns >= of_result.st_mtime_ns):
         plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""

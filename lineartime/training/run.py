@@ -20,9 +20,11 @@ from lineartime.base.settings import require
 from lineartime.config import TrainConfig, to_dict
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.ordered import ParameterPart, parameter_parts
+from lineartime.training.plot import PLOT_FILE
 from lineartime.training.run_config import RunConfig
 from lineartime.weights import checkpoint
 
+SAMPLE_FILE = "sample.txt"
 Wanted = dict[str, tuple[Sequence[int], int, int]]
 """Elements of flattened tensors by name: the whole tensor's shape, and where they begin and end."""
 
@@ -51,10 +53,16 @@ class Run:
         description = {"preset": config.preset, "task": config.task, "data": config.data,
                        "model": to_dict(config.model), "train": to_dict(config.train), **facts}
         path = out / folders.RUN_FILE
-        saved = (out / folders.RESULT_FILE).exists() or any(out.glob("step-*"))
+        saved = (out / folders.RESULT_FILE).exists() or folders.saved_steps(out)
         if not path.exists() and (saved or (out / folders.METRICS_FILE).exists()):
             raise CheckpointError("a run without its description", out, f"{path.name} is missing; give another --out")
         if not saved:
+            if path.exists():  # of a run that has saved nothing, or somebody's own
+                folders.read_run(out)
+            else:
+                for name in (SAMPLE_FILE, PLOT_FILE):
+                    require(not (out / name).exists(), "a file is in the way that is no run's", out / name,
+                            "give another --out")
             description = {"id": secrets.token_hex(8), **description}
             write_json(path, description)
             return description["id"]
@@ -75,7 +83,7 @@ class Run:
     def lengthen(self, train: TrainConfig, steps: int) -> None:
         """Give the run more steps, and remove its old result. Raises UsageError without a
         checkpoint, and if a run of that length would have made other steps so far."""
-        done = max(checkpoint.saved_steps(self.out), default=0)
+        done = max(folders.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
         last_at_peak = {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps)
         if done > last_at_peak:

@@ -62,7 +62,7 @@ HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
 """Presets that take half of a size's learning rate, by the search at "tiny" in docs/results.md."""
 PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
 """What suits pairs of attention and FFN better than the paper's values, by the same search."""
-DEFAULT_SIZE = "tiny"
+DEFAULT_SIZE, MOST_STEPS = "tiny", 1 << 40
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +209,8 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     paths_as_text = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     given = {"size": DEFAULT_SIZE, **paths_as_text}
     check_names(given)
+    if given.pop("minutes", None) is not None:  # `language.planned` finds the steps: until then there are enough
+        given["steps"] = MOST_STEPS
     there, source = saved_run(Path(given["out"])), None
     has_begun = "from" in given and there.get("from") == given["from"]
     if "from" in given:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -30,11 +29,11 @@ from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.settings import require
 from lineartime.base.stores import is_as_written
 from lineartime.base.tensor_bytes import bytes_of
+from lineartime.folders import STEP, saved_steps
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 TENSORS = ".safetensors"
-STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")  # the name of a checkpoint's folder
 LEFTOVERS = (".tmp-step-", ".trash-step-")  # how the names of what a killed save or removal leaves begin
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -154,7 +153,7 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
     Raises CheckpointError, with each reason, if all checkpoints are damaged."""
     damaged: dict[int, str] = {}
     # Until every rank finds its share of the files whole.
-    for step in saved_steps(run_dir) if run_dir.is_dir() else []:
+    for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         run, reason = "", None
         try:
@@ -314,11 +313,6 @@ def _run_of(path: Path) -> str | None:
 def require_whole(condition: bool, path: Path, reason: str) -> None:
     """Raise CheckpointError unless the condition holds: something is wrong with this file."""
     require(condition, "damaged checkpoint", path, reason, CheckpointError)
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the entries that are named like checkpoints, highest first."""
-    return sorted((int(found[1]) for found in map(STEP.fullmatch, os.listdir(run_dir)) if found), reverse=True)
 
 
 def point(link: Path, target: Path | str) -> None:

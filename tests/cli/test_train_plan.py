@@ -1,6 +1,7 @@
 """What a run is before its first step: its size, its plan, its time; its lines for TensorBoard."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -165,6 +166,9 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     for steps in (1, 2):  # the same run, with more steps
         code, said, err = call(*command(data, tmp_path / "more", steps=steps, warmup_steps=0, schedule="constant"))
         assert code == 0 and f"run      {steps} steps" in said, err
+        os.utime(tmp_path / "more/loss.png", (1, 1))  # as if a kill had come before the new picture
+    assert call(*command(data, tmp_path / "more", steps=2, warmup_steps=0, schedule="constant"))[0] == 0
+    assert (tmp_path / "more/loss.png").stat().st_mtime > 1
 
 
 def test_minutes_become_steps_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -190,6 +194,7 @@ def test_minutes_become_steps_once(data: Path, tmp_path: Path, monkeypatch: pyte
     assert_same(tmp_path / "run", what_is_left(tmp_path / "hand"), but=["run.json"])
     with pytest.raises(UsageError, match=r"another run is here: .*; minutes: 0\.02 -> 3\. Give another --out"):
         lineartime.train(given | {"minutes": 3}, device="cpu")
+    assert config_for_data(given | {"out": tmp_path / "long", "warmup_steps": 600}).train.warmup_steps == 600
 
 
 def test_a_line_comes_off_a_terminal_now_and_then(capsys: pytest.CaptureFixture[str],

@@ -90,6 +90,8 @@ def test_triviaqa_json(tmp_path):
     assert [(document.name, document.text()) for document in found.documents] == [
         ("Ada.txt", TEXT), ("0/0_1.txt", "Byron's daughter, Ada.")]
     assert found.answers == ("Ada", "Ada L.") and found.accepted == ("ada", "The Countess")
+    triviaqa(tmp_path, Answer={"Value": "", "Aliases": [], "NormalizedAliases": []})
+    assert next(read_questions([tmp_path / "qa" / "*.json"])).answers == ()
 
 
 def test_evidence_may_lie_elsewhere(tmp_path):

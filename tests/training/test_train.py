@@ -18,7 +18,7 @@ import torch
 import lineartime
 from command_line import assert_refused
 from disk import Died
-from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped
+from lineartime.base.errors import CheckpointError, LineartimeError, NumericsError, ResourceError, Stopped
 from lineartime.base.files import _hidden
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config, stored_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
@@ -356,6 +356,14 @@ def test_what_a_run_left_without_its_description_is_not_taken_over(left, data, t
     with pytest.raises(CheckpointError, match=r"run\.json is missing"):
         run_fit(data, out)
     assert [path.name for path in out.iterdir()] == [left]
+
+
+@pytest.mark.parametrize("name", ["run.json", "sample.txt", "loss.png"])
+def test_a_file_of_somebody_else_is_not_overwritten(name, data, tmp_path):
+    (tmp_path / name).write_text('{"my": "own"}')
+    with pytest.raises(LineartimeError, match=name):
+        run_fit(data, tmp_path)
+    assert (tmp_path / name).read_text() == '{"my": "own"}'
 
 
 @pytest.mark.parametrize(("value", "place", "micro_batch", "clipping"), [

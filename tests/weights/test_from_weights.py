@@ -21,7 +21,7 @@ from lineartime.config import TrainConfig
 from lineartime.data.mixture import order_of, place_of, read_mixture
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, open_data, open_split
-from lineartime.folders import read_metrics, read_run
+from lineartime.folders import read_metrics, read_run, weights_folder
 from lineartime.training.language import TrainResult
 from lineartime.training.optimizers import learning_rate_at
 from lineartime.training.run_config import config_for_data, nearest_preset, run_config
@@ -96,6 +96,21 @@ def test_it_goes_on_to_the_same_bytes_without_the_weights(root: Path, tmp_path: 
         begun(root, tmp_path / "halved", **{"from": str(tmp_path / "whole")})
     with pytest.raises(UsageError, match="no weights here"):
         begun(root, tmp_path / "other", **{"from": str(source)})
+
+
+def test_checkpoints_that_were_moved_aside_or_damaged_are_not_begun_with(root: Path, tmp_path: Path) -> None:
+    first = read_metrics(begun(root, tmp_path / "run", steps=2).out)[0]["loss"]
+    for path in (tmp_path / "run").glob("step-*"):
+        path.rename(f"{path}.bad")
+    (tmp_path / "run/result.json").unlink()
+    assert read_metrics(begun(root, tmp_path / "run", steps=2).out)[0]["loss"] == first  # not of drawn weights
+    source = shutil.copytree(root / "run", tmp_path / "source", symlinks=True)
+    older, newest = sorted(source.glob("step-*"))[-2:]
+    for name, old, new in (("config.json", "silu", "gelu"), ("tokenizer.json", "256", "255")):
+        (newest / name).write_text((root / "run" / newest.name / name).read_text().replace(old, new))
+        assert weights_folder(str(source)) == older
+        shutil.copy(root / "run" / newest.name / name, newest / name)
+        assert weights_folder(str(source)) == newest
 
 
 def test_any_weights_begin_a_run(root: Path, tmp_path: Path, call: Call) -> None:

@@ -112,7 +112,7 @@ def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool)
     names, accepted = tuple[str, ...](), tuple[str, ...]()
     if "Answer" in record:
         answer = record["Answer"]
-        names = once([answer["Value"]] + answer["Aliases"])
+        names = once([answer["Value"]] * (answer["Value"] not in ("", UNKNOWN)) + answer["Aliases"])
         accepted = once(answer["NormalizedAliases"] + answer.get("HumanAnswers", []))
     return Question(record["QuestionId"], record["Question"], tuple(documents), names, accepted or names)
 
