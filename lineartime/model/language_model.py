@@ -201,7 +201,7 @@ class LanguageModel(nn.Module):
         then padding, any ids of the vocabulary. cache: of `decoding_state`; None: the rows begin.
         Raises UsageError past the end of a position table, and as `DecodingState.check`."""
         state = self.decoding_state(len(ids_BN)) if cache is None else cache
-        state.check(self, len(ids_BN))
+        state.check(self, ids_BN.shape[0])
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         if ids_BN.numel() == 0:
             return self.normed(embeds_BND), state

@@ -267,7 +267,7 @@ class ResidualLayer(nn.Module):
         """`forward` of the next tokens of rows, whose past is in a state, which is changed. A
         document begins where the id is not that of the token before, also of an earlier call."""
         require(self.config.causal, "only a causal layer decodes", "causal = false", "give it whole rows")
-        state.check(self, len(x_BND))
+        state.check(self, x_BND.shape[0])
         # Each row's tokens go to its front, its padding behind them.
         laid = layout.lay_out(self.config, x_BND, segment_ids, token_mask, in_grid=False)
         if x_BND.numel() == 0:
