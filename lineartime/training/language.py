@@ -102,9 +102,10 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     score = partial(score_and_sample, stop=stop, progress=progress)
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout, plan)
-    plot, of_result = out / PLOT_FILE, (out / RESULT_FILE).stat()  # a kill may have come before the picture
-    if launched().is_first and not (already and plot.exists() and plot.stat().st_mtime_ns >= of_result.st_mtime_ns):
-        plot_run(out)
+    if launched().is_first:  # a kill may have come before the picture; other ranks may not see the files
+        plot, of_result = out / PLOT_FILE, (out / RESULT_FILE).stat()
+        if not (already and plot.exists() and plot.stat().st_mtime_ns >= of_result.st_mtime_ns):
+            plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
     return TrainResult(out, settings, result, sample, already)

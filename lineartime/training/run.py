@@ -61,8 +61,7 @@ class Run:
                 folders.read_run(out)
             else:
                 for name in (SAMPLE_FILE, PLOT_FILE):
-                    require(not (out / name).exists(), "a file is in the way that is no run's", out / name,
-                            "give another --out")
+                    require(not (out / name).exists(), "a file that is no run's", out / name, "give another --out")
             description = {"id": secrets.token_hex(8), **description}
             write_json(path, description)
             return description["id"]
