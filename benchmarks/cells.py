@@ -53,8 +53,7 @@ def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | No
 
 def measure_call(name: str, arguments: Sequence[str], rows: Path) -> int:
     """Make a call of `python -m benchmarks`, with all of its rows or none; its exit code."""
-    aside = rows.with_name(f".{rows.name}.call")
-    aside.unlink(missing_ok=True)
+    aside = rows.with_name(f".{rows.name}.{os.getpid()}.call")
     code = run([*BENCHMARKS, *arguments, "--json", str(aside)])
     if code == 0:
         append_json_lines(rows, [row | {"cell": name} for row in rows_in(aside)])

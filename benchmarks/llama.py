@@ -1,10 +1,6 @@
 """llama.cpp beside ours: its library, called by ctypes, and a Llama with random weights that has as
 many parameters as a model of ours, in a file that the package gguf writes. Nothing here downloads
-anything. The library is had, built for all processors of x86-64, by
-
-    npm install --ignore-scripts --prefix out/llama @node-llama-cpp/linux-x64@3.22.1
-
-`LLAMA_CPP` names another folder than out/llama."""
+anything: `GET` says how the library is had, in out/llama or the folder `LLAMA_CPP`."""
 
 import ctypes
 import os
@@ -19,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ROOT, Row
+from benchmarks.measure import release_memory
 from benchmarks.provenance import installed_version
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig
@@ -121,6 +118,7 @@ def loaded(config: ModelConfig, dtype: str, room: int, n_rows: int = 1) -> tuple
     llama, sizes = library(), sizes_of(config)
     with tempfile.NamedTemporaryFile(prefix="lineartime-") as file:
         write_model(file.name, sizes, dtype)
+        release_memory(torch.device("cpu"))  # what Python had to write it is no memory of llama.cpp
         model = llama.llama_model_load_from_file(file.name.encode(), llama.llama_model_default_params())
     params = llama.llama_context_default_params()
     params.numbers[N_CTX], params.numbers[N_SEQ_MAX] = room * n_rows, n_rows

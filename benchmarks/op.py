@@ -28,11 +28,8 @@ def benchmark_op(name: str, config: ModelConfig, setup: Setup, *, tokens: int, p
     functions = implementations(name, config, device)
     for number in range(-1, setup.repeats):  # a first round is not timed
         for variant, function in functions.items():
-            measure.wait(device)
-            before = measure.mark(device)
-            function(*inputs.values()).square().mean().backward()
-            if number >= 0:
-                measure.add_times(times.setdefault(variant, {}), [before, measure.mark(device, done=True)])
+            measure.take_turn(lambda op=function: op(*inputs.values()).square().mean().backward(),  # type: ignore[misc]
+                              {"warm": 0, "timed": number >= 0}, times.setdefault(variant, {}), device)
     shared = {"benchmark": "op", "cell": None, "run": uuid.uuid4().hex[:12], "model": name, "config": to_dict(config),
               "n_parameters": 0, "context_tokens": config.context, "batch_size": n_rows, "dtype": precision,
               "tokens_per_step": n_rows * config.context, "unit": "call", "repeats": setup.repeats,

@@ -15,7 +15,7 @@ from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
 from benchmarks.recall import study
 from benchmarks.speed import speed_section, speed_summary, tables_of
 from lineartime.base.errors import UsageError
-from lineartime.base.files import write_atomically
+from lineartime.base.files import read_text, write_atomically
 from lineartime.base.settings import require_name
 from lineartime.base.words import in_markdown
 
@@ -48,8 +48,8 @@ def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any], drawn: dic
 
 def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
     """A page's text whose places of a kind hold what is made of the names in their marks. Raises
-    UsageError for a page without a whole place, OSError."""
-    text = page.read_text(encoding="utf-8")
+    UsageError for a page without a whole place, CheckpointError for one that is no text."""
+    text = read_text(page)
     place = re.compile(rf"(<!-- {kind}((?: [\w.+-]+)*): begin -->\n)(.*?)(<!-- {kind}(?:\2)?: end -->)", re.DOTALL)
     with_tables, n_places = place.subn(lambda found: f"{found[1]}\n{made(found[2].split())}\n{found[4]}", text)
     if not n_places or len(re.findall(rf"<!-- {kind}\b[^>]*-->", text)) != 2 * n_places:

@@ -53,8 +53,8 @@ def parse_label(text: str) -> Label:
     preset, is_peer = PRESETS[label.preset], model in PACKAGES
     fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
     require("unfused" not in how or fused, "only the Transformers have a fused attention", text)
-    require(not (is_peer and how & {"checkpointed", "reference"}),
-            "a peer has no activation checkpointing or reference of ours", text)
+    require(not (is_peer and how & {"checkpointed", "reference"}) and (not how or model != "llama.cpp"),
+            "a peer has no activation checkpointing or reference of ours, llama.cpp no variant", text)
     require(not {"reference", "unfused"} <= how, "unfused attention is a reference already", text)
     return label
 

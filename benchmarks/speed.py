@@ -14,8 +14,7 @@ from lineartime.base.files import read_json_lines
 from lineartime.base.words import in_markdown, markdown
 
 OURS = "flash"  # the side that is compared with every other
-TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
-          "decode-read": "Decoding after contexts that were read"}
+TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding"}
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]  # columns that tell the lines of a table apart
 Pictures = Callable[[pd.DataFrame], Sequence[str]]  # a table's pictures in Markdown
@@ -46,8 +45,7 @@ def measurement(row: Row) -> Row:
     if not failed and not 0 < times["q1"] <= times["median"] <= times["q3"]:
         raise ValueError("its quartiles are not times")
     return {
-        # A decoding state may have been made up; then no text was read.
-        "benchmark": row["benchmark"] + ("-read" if row.get("context") == "read" else ""),
+        "benchmark": row["benchmark"], "rows": row.get("batch_size") if decoding else 0,
         "name": (row.get("cell") or "").partition("/")[0], "run": row["run"],
         "side": row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else ""),
         "variant": row.get("variant") or "eager", "dtype": row["dtype"], "context": row["context_tokens"],
@@ -64,7 +62,8 @@ def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
     ours_first = cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
     cells["size"] = cells.run.map(ours_first.drop_duplicates("run").set_index("run").n_parameters)
-    tables = (table for _, table in cells.groupby(["benchmark", "name", "hardware", "threads", "size"], sort=False))
+    of_table = ["benchmark", "name", "hardware", "threads", "size", "rows"]
+    tables = (table for _, table in cells.groupby(of_table, sort=False))
     return sorted(tables, key=lambda table: (
         [*TITLES].index(table.benchmark.iat[0]), table.device.iat[0] == "cpu", size_of(table), table.name.iat[0],
         -table.n_tokens.max()))
@@ -179,12 +178,13 @@ def ratio_table(table: pd.DataFrame) -> str:
             for dtype in dtypes_of(table) if by_type else [None]:
                 pairs = (both if dtype is None else both[both.dtype == dtype]).to_dict("records")
                 if dtype is not None and dtype not in ours:
-                    alone, how = table[(table.side == OURS) | (table.dtype == dtype)], "FLASH in its fastest type"
+                    alone = table[(table.side == OURS) | (table.dtype == dtype)]
                     pairs = compare(alone, rival, by_type=False, variant=variant).to_dict("records")
                 ids = [(pair["at"], pair["at_rival"]) for pair in pairs]
                 if rival != OURS and pairs and ids not in shown:
                     shown.append(ids)
-                    lines.append(([side_name(rival), dtype or "fastest of each", how], pairs))
+                    said = how if dtype is None or dtype in ours else "FLASH in its fastest type"
+                    lines.append(([side_name(rival), dtype or "fastest of each", said], pairs))
     return ratio_lines(["type", "how"], contexts_of(table), lines) if lines else ""
 
 

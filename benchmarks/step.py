@@ -166,11 +166,14 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
         context, facts = llama.loaded(fields, precision, fields.context)
         answer, forward = answer | facts, partial(llama.read, context, fields.context)
     else:
-        model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
+        model = peers.build(parsed := peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
+        if "compiled" in parsed.how:
+            model.compile_layers()
         ids_BT = random_batch(fields, n_rows, on)[1][0][:, :fields.context]
         forward = partial(model, ids_BT, at_K=torch.arange(1, n_rows + 1, device=on) * fields.context - 1)
         answer["n_parameters"] = sum(p.numel() for p in model.parameters())
     with attention_of(peers.parse_label(label), on):
+        forward()  # what it takes decides whether processes keep their memory
         while True:
             order = yield answer | measure.peak_since(imported, on)
             measure.take_turn(forward, order, times, on)

@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from benchmarks import ROOT, Row, decode, llama, op, pages, step
 from benchmarks.cells import LISTS, SHAPES, measure_call, named_calls, shaped_config
@@ -117,9 +117,9 @@ def benchmark_run(
 ) -> None:
     """Measure the named cells of cells.toml, each by a call of its own; the same command goes on
     where it stopped. Calls whose rows the file has are left out."""
-    calls, failed = named_calls(names), []
-    where = ["--threads", str(threads), "--device", pick_device(device).type]
-    done = {row.get("cell") for row in rows_in(rows)}
+    calls, failed, place = named_calls(names), [], (threads, pick_device(device).type)
+    where = ["--threads", str(threads), "--device", place[1]]
+    done = {row.get("cell") for row in rows_in(rows) if (row.get("threads"), row.get("device")) == place}
     for number, (name, words) in enumerate(calls.items(), 1):
         if name not in done:
             note(f"{name} ({number} of {len(calls)})")
@@ -167,7 +167,7 @@ def recall(
     longer rows; trained models are only asked. The same command goes on where it stopped."""
     known = study.STUDY["models"]
     trained = [name for name in models if name not in known and (name in shipped_models() or Path(name).is_dir())]
-    wrong = settings.keys() - ({"context"} if trained else {*MODEL_FIELDS, *TRAIN_FIELDS})
+    wrong = settings.keys() - ({"context"} if trained else {*MODEL_FIELDS, *TRAIN_FIELDS} - study.CHOSEN)
     require(not wrong, "not a setting of recall" + " by a trained model" * bool(trained), ", ".join(sorted(wrong)))
     require(not trained or (task in FORMS and data is not None), "a trained model is asked in text alone",
             " ".join(trained), f"give --task {' or '.join(FORMS)} and --data")
@@ -240,9 +240,10 @@ def report(
     require(table in (None, kind) or not into, "arguments that do not go together", f"{table} and --into",
             "leave out the table: the page's places name theirs")
     path = rows or ROOT / "benchmarks" / "rows" / f"{'quality' if kind == 'table' else table}.jsonl"
+    laws_in = partial(rows_in, parse=lambda row: row | {"class": row["class"], "laws": row["laws"]})
     read, verb = {"speed": (read_rows, "step ... --json FILE"), "recall": (study.read_rows, "recall"),
-                  "laws": (rows_in, "laws --json FILE"), "table": (read_records, "reproduce")}[kind]
-    measured = read(path)
+                  "laws": (laws_in, "laws --json FILE"), "table": (read_records, "reproduce")}[kind]
+    measured = cast(Any, read)(path)
     require(measured != [], "no rows to report", path, f"`python -m benchmarks {verb}` writes them", DataError)
     if into:
         for written in pages.fill_pages(map(Path, into), ROOT / "benchmarks" / "tables" / "images", kind, measured):

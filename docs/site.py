@@ -1,9 +1,8 @@
 """The Markdown pages of this repository as one tree for the site's builder, and a check of the site
 it built.
 
-    python docs/site.py pages FOLDER     copy the pages; a source file that a page links to becomes
-    a page too python docs/site.py check FOLDER     every link and anchor of the built HTML leads
-    somewhere
+    python docs/site.py pages FOLDER     copy the pages; a source file that one links to becomes one
+    python docs/site.py check FOLDER     every link and anchor of the built HTML leads somewhere
 
 On a code host a link such as ../lineartime/model/gau.py opens the file. A site has no files, so
 there it opens a page with the file's text."""

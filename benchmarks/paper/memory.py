@@ -2,7 +2,7 @@
 
 A difference is a model's loss less another's, of runs of one seed, which read the same text in the
 same order: below 0 the model is better. Losses are a data frame by row and seed, with a column for
-each place that is compared: a context, a class of recurrence, or a number of tokens trained on."""
+each place that is compared: a context, or a number of tokens trained on."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,6 @@ from benchmarks.paper.results import Record, Results, of_cell, step_speedups
 from benchmarks.paper.tables import read_toml
 from lineartime.base.words import markdown
 
-LOCAL = "FLASH (LocalOnly)"
 OWN_REFERENCE = dict.fromkeys(("Transformer++, width 256", "FLASH+ without local_key_conv, width 256"),
                               "FLASH, width 256")
 """Rows that are compared with another row than the table's reference."""
@@ -33,12 +32,6 @@ def by_context(record: Record) -> dict[int, float]:
     return dict(zip(use["contexts"], use["losses"], strict=True))
 
 
-def by_class(record: Record) -> dict[str, float]:
-    """Losses by what recurs and where it was seen before; none of a class without tokens."""
-    classes = record.get("recurrence", {"classes": ()})["classes"]
-    return {f"{each['kind']}, {each['seen']}": each["loss"] for each in classes if each["loss"] is not None}
-
-
 def by_tokens(record: Record) -> dict[int, float]:
     """Losses of a part of the split by the tokens trained on."""
     tokens_per_step = record["tokens"] / record["curve"][-1][0]
@@ -46,12 +39,11 @@ def by_tokens(record: Record) -> dict[int, float]:
 
 
 def losses_of(results: Results, told: Callable[[Record], Mapping[Any, float]]) -> pd.DataFrame:
-    """What records tell, by row and seed; places that are numbers are in their order."""
+    """What records tell, by row and seed, with the places in order."""
     found = {(row, seed): told(record) for (row, _, seed), record in results.trained.record.items()}
-    places = list(dict.fromkeys(place for each in found.values() for place in each))
-    index = pd.MultiIndex.from_tuples(found, names=["row", "seed"]) if found else pd.MultiIndex([[], []], [[], []])
-    frame = pd.DataFrame(list(found.values()), index=index, columns=places, dtype=float)
-    return frame if told is by_class else frame[sorted(places)]
+    places = sorted({place for each in found.values() for place in each})
+    index = pd.MultiIndex.from_arrays([*zip(*found, strict=True)] or [(), ()], names=["row", "seed"])
+    return pd.DataFrame(list(found.values()), index=index, columns=places, dtype=float)
 
 
 def paired(losses: pd.DataFrame, row: str, base: str) -> pd.DataFrame:
@@ -111,7 +103,7 @@ def change(first: "pd.Series[float]", moved: "pd.Series[float]") -> str:
 
 
 def label(results: Results, row: str, base: str) -> str:
-    return row if base in (results.table.reference, LOCAL) else f"{row}, to {base}"
+    return row if base == results.table.reference else f"{row}, to {base}"
 
 
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int = 1) -> str:
@@ -205,9 +197,7 @@ def tokens_part(results: Results) -> str:
 
 def parts(results: Results) -> list[str]:
     """The study's tables in Markdown, each under what it is."""
-    contexts, classes = losses_of(results, by_context), losses_of(results, by_class)
-    others = (LOCAL, *OWN_REFERENCE, *OWN_REFERENCE.values())
-    with_local = [(row, LOCAL) for row in results.rows if row not in others]
+    contexts = losses_of(results, by_context)
     uses = [record["context_use"] for record in results.trained.record if "context_use" in record]
     scored = listed(f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents" for use in uses) or "tokens"
     trained = listed(f"{column.context:,}" for column in results.table.columns.values())
@@ -216,6 +206,4 @@ def parts(results: Results) -> list[str]:
             WORDS["equal_time"], time_part(results),
             about_contexts, difference_part(results, contexts, [*map(tokens, contexts)], compared(results)),
             gains(results),
-            WORDS["recurrence"], difference_part(results, classes, list(classes), compared(results)),
-            WORDS["local"], difference_part(results, classes, list(classes), with_local),
             WORDS["fades"], tokens_part(results)]

@@ -17,7 +17,7 @@ from benchmarks.measure import Setup, spread
 from benchmarks.paper.results import Record, by_key, read_records, records_of
 from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
 from benchmarks.peers import parse_label
-from benchmarks.provenance import append_json_lines, provenance
+from benchmarks.provenance import append_json_lines, commit, provenance
 from benchmarks.step import StepCase, benchmark_step
 from lineartime.base.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.base.files import json_sha256, read_json, write_atomically
@@ -34,6 +34,7 @@ Records = Mapping[str, list[Record]]  # of `by_key`
 PEER = (sys.executable, "-m", "benchmarks.paper.peer")
 CONTEXT_USE = (sys.executable, "-m", "benchmarks.context_use")
 STOPPED = "what ran has saved; the same command goes on"
+KILLED = "the system killed it, or somebody did"
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ def missing_jobs(cells: Sequence[Cell], records: Records) -> list[Job]:
 
 
 def found(cell: Cell, records: Records, kind: Kind, seed: int) -> list[Record]:
-    """A cell's records that have what its table evaluates; a run of another table may lack it."""
-    return [record for record in records_of(cell, records, kind, seed)
+    """A cell's records that have what its table evaluates; a run of another table may lack it. One
+    that was killed is no record: it is tried again."""
+    return [record for record in records_of(cell, records, kind, seed) if KILLED not in record.get("failed", "")
             if record.get("failed") or kind != "train" or cell.table.evaluations.keys() <= record.keys()]
 
 
@@ -157,6 +159,7 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
     """Train and evaluate, and fine-tune where the cell says so; the new rows, if not stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     out, file, evaluations = folder / "run", folder / "settings.toml", cell.table.evaluations
+    trained_by = commit()  # another may be checked out at the end
     given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(out)}
     peer = given.pop("peer", None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +174,8 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
             return []
         return [{"device": place.device, "dtype": run_config(given).train.precision, "threads": place.threads,
                  **({"questions": cell.questions} if kind == "finetune" else {}),
-                 **({"failed": failed} if failed else result()), **provenance(), **facts_of(cell, kind, job.seed)}]
+                 **({"failed": failed} if failed else result()), **provenance(), **facts_of(cell, kind, job.seed),
+                 "commit": trained_by}]
 
     failed = (stage("train", [peer, str(file), place.device, *" ".join(evaluations.values()).split()], PEER) if peer
               else stage("train", ["train", str(file), "--device", place.device]))
@@ -249,7 +253,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     if code == 0 or stop.number is not None:
         return None
     if code == -signal.SIGKILL:
-        return str(ResourceError("out of memory", label, "the system killed it, or somebody did"))
+        return str(ResourceError("out of memory", label, KILLED))
     what, _, rest = last_line(log).removeprefix("error: ").partition(": ")
     kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
     error = kinds.get(code or 0, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")

@@ -84,7 +84,8 @@ PEERS: dict[str, Settings] = cells.PEERS | CONTENT.pop("peers")
 PRESETS = CONTENT.pop("presets")
 TABLES = {name: table_of(name, entry, PRESETS) for name, entry in CONTENT.items()}
 
-PAPER: dict[str, dict[str, Any]] = read_toml("paper", parse_float=str)
+NOT_THEIRS = {"note": "The paper has no such table."}
+PAPER: dict[str, dict[str, Any]] = dict.fromkeys(TABLES, NOT_THEIRS) | read_toml("paper", parse_float=str)
 """By table, measure, row and column, as printed; perhaps a table's "hardware" and "note"."""
 
 

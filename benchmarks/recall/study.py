@@ -82,6 +82,9 @@ def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
     return train
 
 
+CHOSEN = {"learning_rate", "seed", "compile", "micro_batch_tokens"}  # by the study itself
+
+
 def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:
     """The columns of a row by which a run is found again."""
     settings, own = ({name: value for name, value in to_dict(given).items()
@@ -95,7 +98,7 @@ def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Ro
 
 def read_rows(path: Path) -> list[Row]:
     def parse(row: Row) -> Row:
-        for name in ("task", "model", "settings", "training", "learning_rate", "seed", "curve"):
+        for name in ("task", "model", "settings", "training", "learning_rate", "seed", "curve", "length", "passed"):
             row[name]
         return row
 
@@ -126,6 +129,8 @@ def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> Non
     """Raise UsageError for settings that a model cannot have, or rows too short for a task."""
     training(name, task, settings)
     config = config_of(model, task, {each: settings[each] for each in settings.keys() & MODEL_FIELDS})
+    require(config.vocab_size >= task.vocab_size, "the vocabulary is too small for the task",
+            f"vocab_size = {config.vocab_size}", f"the task {name} has {task.vocab_size} tokens")
     require(config.context >= task.least, "the row is too short for its facts", f"context = {config.context}",
             f"the task {name} takes {task.least} tokens or more")
     own = ", ".join(sorted(settings.keys() & {*MODEL_FIELDS} - {"context"}))

@@ -54,7 +54,7 @@ def test_a_label_is_a_model_and_how_it_runs():
     assert parse_label("flash:compiled:reference").text == "flash:reference:compiled"
     assert parse_label("flash-pytorch").preset == "flash"
     for wrong in ("flush", "flash:fused", "performer:unfused", "flash-pytorch:checkpointed", "flash-pytorch:reference",
-                  "transformer:unfused:reference", "flash:", "flash:windowed"):
+                  "transformer:unfused:reference", "flash:", "flash:windowed", "llama.cpp:compiled"):
         with pytest.raises(UsageError):
             parse_label(wrong)
 
@@ -266,7 +266,7 @@ def test_named_calls_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(LISTS, "short", {"a/wrong": "step flash --contexts many", "b/16": "decode flash"})
 
     def run(command: list[str]) -> int:
-        append_json_lines(Path(command[-1]), [{"model": model} for model in "xy"])
+        append_json_lines(Path(command[-1]), [{"model": model, "threads": 1, "device": "cpu"} for model in "xy"])
         return 2 * ("many" in command)
 
     monkeypatch.setattr(benchmarks.cells, "run", run)
