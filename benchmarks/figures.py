@@ -261,13 +261,16 @@ def size_panels(results: Results) -> list[Panel]:
 
 
 def lasting_panels(results: Results) -> list[Panel]:
-    """A line for each model, its best row of each length by tokens and by processor time; what
-    stands before a row's comma is its model."""
+    """A line for each model, which stands before a row's comma: its best row of each context, or with
+    one context of each length, by tokens and by processor time."""
+    contexts = {column: results.table.columns[column].context for column in results.columns}
     each = spread(results.trained.loss).join(results.trained[["tokens", "minutes"]].groupby(CELL).mean())
-    each = each.assign(tokens=each.tokens / 1e6, row=each.index.get_level_values("row").str.split(",").str[0])
-    best = each.sort_values("mean").drop_duplicates(["row", "tokens"])
+    each = each.assign(tokens=each.tokens / 1e6, row=each.index.get_level_values("row").str.split(",").str[0],
+                       context=each.index.get_level_values("column").map(contexts))
+    best = each.sort_values("mean").drop_duplicates(["row", "context", "tokens"])
+    places = [("tokens", "million tokens"), ("minutes", "processor minutes"), ("context", "tokens of context")]
     return [Panel("", words, "nats per token", lines(best.row, best.set_index(["row", place])[["mean", "min", "max"]]),
-                  x_scale="log") for place, words in (("tokens", "million tokens"), ("minutes", "processor minutes"))]
+                  x_scale="log") for place, words in (places[2:] if len(contexts) > 1 else places[:2])]
 
 
 def speedup_panels(results: Results) -> list[Panel]:
@@ -308,6 +311,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
     "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
     "gpu_latency": ("latency", "Time of a training step", latency_panels),
     "lasting": ("loss", "Loss at the end of runs of four lengths", lasting_panels),
+    "minutes": ("loss", "Loss after ten minutes, by context", lasting_panels),
     "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
 """By table: the end of its file's name, what it shows, and its panels."""
 
