@@ -261,7 +261,7 @@ def size_panels(results: Results) -> list[Panel]:
 
 
 def lasting_panels(results: Results) -> list[Panel]:
-    """A line for each model, which stands before a row's comma: its best row of each context, or with
+    """A line for each model (a row's words before the comma): its best row of each context, or with
     one context of each length, by tokens and by processor time."""
     contexts = {column: results.table.columns[column].context for column in results.columns}
     each = spread(results.trained.loss).join(results.trained[["tokens", "minutes"]].groupby(CELL).mean())
