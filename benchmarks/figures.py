@@ -311,7 +311,6 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
     "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
     "gpu_latency": ("latency", "Time of a training step", latency_panels),
     "lasting": ("loss", "Loss at the end of runs of four lengths", lasting_panels),
-    "minutes": ("loss", "Loss after ten minutes, by context", lasting_panels),
     "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
 """By table: the end of its file's name, what it shows, and its panels."""
 

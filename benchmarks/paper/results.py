@@ -31,10 +31,10 @@ def numbers_of(row: Record) -> list[Any]:
     """What a record has in `COLUMNS`: losses in nats per token of the whole held-out split after
     training, F1 in percent, times in milliseconds of one micro-batch of "tokens"."""
     if row["kind"] == "train":
-        held_out = row["held_out"]
+        held_out, curve = row["held_out"], dict(row["curve"])  # empty if the run was shorter than `eval_every`
         return [row["settings"]["seed"], held_out["loss"], math.exp(held_out["loss"]),
                 held_out["word_perplexity"] if held_out.get("n_words") else None, row["n_parameters"],
-                row["curve"][-1][0], row["tokens"], row["train_s"]["cpu"] / 60]
+                row["settings"].get("steps") or max(curve), row["tokens"], row["train_s"]["cpu"] / 60]
     if row["kind"] == "finetune":
         ms = row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]
         return [row["settings"]["seed"], row["f1"], ms["median"]]

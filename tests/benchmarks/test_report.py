@@ -23,7 +23,7 @@ def test_steps_to_a_loss_are_where_the_curve_first_is_there(loss, steps):
     assert math.isnan(found) if steps is None else found == pytest.approx(steps)
 
 
-@pytest.mark.parametrize("broken", [{"kind": "other"}, {"curve": []}, {"held_out": None}, {"settings": {}},
+@pytest.mark.parametrize("broken", [{"kind": "other"}, {"curve": [[]]}, {"held_out": None}, {"settings": {}},
                                     {"tokens": ...}])
 def test_a_row_that_lacks_something_is_an_error_of_one_line(tmp_path, broken):
     whole = next(row for row in read_records(ROWS / "quality.jsonl") if row["kind"] == "train")
