@@ -160,19 +160,19 @@ def attention_of(label: Label, device: torch.device) -> AbstractContextManager[N
 def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, place: Row) -> Generator[Row, Row, None]:
     """The job of a case that only reads. Tests hold our forward pass to its reference."""
     on, settings, imported = measure.set_up(**place)
-    fields, times = ModelConfig(**config), Times()
+    parsed, fields, times = peers.parse_label(label), ModelConfig(**config), Times()
     answer: Row = {"settings": settings}
     if label == llama.NAME:
         context, facts = llama.loaded(fields, precision, fields.context)
         answer, forward = answer | facts, partial(llama.read, context, fields.context)
     else:
-        model = peers.build(parsed := peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
+        model = peers.build(parsed, fields).to(on, getattr(torch, precision)).eval()
         if "compiled" in parsed.how:
             model.compile_layers()
         ids_BT = random_batch(fields, n_rows, on)[1][0][:, :fields.context]
         forward = partial(model, ids_BT, at_K=torch.arange(1, n_rows + 1, device=on) * fields.context - 1)
         answer["n_parameters"] = sum(p.numel() for p in model.parameters())
-    with attention_of(peers.parse_label(label), on):
+    with attention_of(parsed, on):
         forward()  # what it takes decides whether processes keep their memory
         while True:
             order = yield answer | measure.peak_since(imported, on)

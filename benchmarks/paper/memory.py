@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.markdown import listed, tokens
-from benchmarks.paper.results import Record, Results, of_cell, step_speedups
+from benchmarks.paper.results import COLUMNS, Record, Results, numbers_of, of_cell, step_speedups
 from benchmarks.paper.tables import read_toml
 from lineartime.base.words import markdown
 
@@ -34,7 +34,7 @@ def by_context(record: Record) -> dict[int, float]:
 
 def by_tokens(record: Record) -> dict[int, float]:
     """Losses of a part of the split by the tokens trained on."""
-    tokens_per_step = record["tokens"] / record["curve"][-1][0]
+    tokens_per_step = record["tokens"] / numbers_of(record)[COLUMNS["train"].index("steps")]
     return {round(step * tokens_per_step): loss for step, loss in record["curve"]}
 
 
