@@ -68,10 +68,11 @@ def run(command: Sequence[str], log: Path | None = None, *, stop: Callable[[], b
     and end now. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                  "PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []  # other systems than Linux have none
+    # The shell asks whether this process ended before the signal was set. Only Linux has setpriv.
+    tied = ["setpriv", "--pdeathsig", "TERM", "sh", "-c", f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
+    command = [*(tied if shutil.which("setpriv") else []), *command]
     with log.open("wb") if log else nullcontext() as out:
-        process = subprocess.Popen([*tied, *command], env=os.environ | variables, stdout=out, stderr=out,
-                                   start_new_session=True)
+        process = subprocess.Popen(command, env=os.environ | variables, stdout=out, stderr=out, start_new_session=True)
     told = time.monotonic()
     try:
         while process.poll() is None and not stop():

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.errors import CheckpointError, UsageError, found_in, raised_as
-from lineartime.base.files import damaged, json_sha256, read_json, read_json_lines, read_text, write_json
+from lineartime.base.errors import CheckpointError, UsageError, found_in
+from lineartime.base.files import damaged, json_sha256, read_json, read_json_lines, write_json
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import Name, cached, is_address, is_as_written, reading, store_of
 from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, TrainConfig, stored_config, to_dict
@@ -135,13 +135,11 @@ def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any)
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
     """The model of a folder of weights, and the class that `transformers` loads, or "". Raises
-    UsageError for invalid JSON and another library's model, CheckpointError for a file that cannot
-    be read, and as `stored_config` does. All name the file."""
+    CheckpointError as `read_json` does, UsageError for another library's model, and as
+    `stored_config` does. All name the file."""
     path = folder / CONFIG_FILE
-    text = read_text(path)
-    with raised_as(UsageError, "not valid JSON", path, ValueError, RecursionError):
-        fields = json.loads(text)
-    require(isinstance(fields, dict) and fields.get("model_type") == "lineartime", "not a lineartime model", str(path))
+    fields = read_json(path)
+    require(fields.get("model_type") == "lineartime", "not a lineartime model", str(path))
     with found_in(path):
         return model_config_of(fields), str(next(iter(fields.get("architectures") or []), ""))
 

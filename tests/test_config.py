@@ -15,15 +15,7 @@ import lineartime
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import read_toml
 from lineartime.base.settings import MEANT, OTHER_WORDS, choices_of, field_text
-from lineartime.config import (
-    MODEL_FIELDS,
-    PRESETS,
-    TRAIN_FIELDS,
-    ModelConfig,
-    TrainConfig,
-    model_config,
-    to_dict,
-)
+from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, to_dict
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.folders import model_config_json, model_config_of, read_config
 from lineartime.tasks.qa.finetune_config import FineTuning
@@ -58,11 +50,8 @@ TABLES["c4"] = TABLES["wiki40b"] | {
     "causal": (False,) * 8,
 }
 TABLES["pg19"] = TABLES["wiki40b"] | {
-    "n_heads": (1, 1, *[16] * 6),
-    "n_layers": (72, 72, *[36] * 6),
-    "d_model": (1024,) * 8,
-    "chunk_size": (None, 512, None, None, None, 512, None, 512),
-}
+    "n_heads": (1, 1, *[16] * 6), "n_layers": (72, 72, *[36] * 6), "d_model": (1024,) * 8,
+    "chunk_size": (None, 512, None, None, None, 512, None, 512)}
 
 
 def test_presets_are_the_columns_of_the_tables():
@@ -289,13 +278,15 @@ def test_a_wrong_file_is_refused(tmp_path):
     """A model's stored configuration, and a run's settings."""
     stored, toml = tmp_path / "config.json", tmp_path / "run.toml"
     for content, message in (
-            (b"", f"not valid JSON: {stored}; "), (b"[" * 100_000, f"not valid JSON: {stored}; "),
-            (b"[]", f"not a lineartime model: {stored}"),
             (b'{"model_type": "bert"}', f"not a lineartime model: {stored}"),
             (b'{"model_type": "lineartime", "d_model": "wide"}', f"wrong value: d_model = 'wide' in {stored}; it tak"),
             (b'{"model_type": "lineartime", "d_model": 0}', f"d_model must be at least 1: d_model = 0 in {stored}")):
         stored.write_bytes(content)
         assert refused_by(read_config, tmp_path).startswith(message)
+    for damaged in (b"", b"[" * 100_000, b"[]"):
+        stored.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"damaged: {stored}"):
+            read_config(tmp_path)
     for content, message in ((b"[model]\nd_model = 3", f"settings are flat: [model] in {toml}; move its fields to"),
                              *((wrong, f"not valid TOML: {toml}; ") for wrong in (
                                  b"steps = 1\nsteps = 2", b"\xff\xfe", b"s = " + b"1" * 5000, b"s=" + b"[" * 99_999))):

@@ -53,12 +53,9 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
                "finetune small --questions nowhere --validation . --out y"]
     code = ("import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
             "from lineartime.cli.verbs import main\n"
-            f"for line in {lines + missing}:\n"
-            "    sys.argv[1:] = line.split()\n"
-            "    try:\n"
-            "        main()\n"
-            "    except SystemExit as e:\n"
-            "        print(e.code, file=sys.stderr)")
+            f"for line in {lines + missing}:\n    sys.argv[1:] = line.split()\n"
+            "    try:\n        main()\n"
+            "    except SystemExit as e:\n        print(e.code, file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     ended = iter(done.stderr.splitlines())
     for line in lines:

@@ -85,8 +85,7 @@ def run(build: Callable, feeds: dict, rng: np.random.Generator, inputs: tuple = 
     return {
         **{f"in/{name}": value for name, value in feeds.items()},
         **{f"var/{name}": value for name, value in values.items()},
-        "out": fetched[:rows],
-        "cotangent": cotangent[:rows],
+        "out": fetched[:rows], "cotangent": cotangent[:rows],
         **{f"grad/{source.name}": gradient for source, gradient in zip(sources, found, strict=True)},
     }
 

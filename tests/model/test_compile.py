@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 
 from lineartime import GatedAttentionUnit, MultiHeadAttention
 from lineartime.config import model_config
@@ -36,6 +37,16 @@ def gradients(model, rows_BT, dtype):
         loss = token_losses(model, rows_BT).mean()
     loss.backward()
     return loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("cpu", "tuning", "bits"), [("AVX512", "generic", 256), ("AVX512", "znver3", None),
+                                                     ("AVX2", "generic", None)])
+def test_512_bits_are_for_a_processor_that_gcc_knows(cpu, tuning, bits, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: cpu)
+    monkeypatch.setattr("subprocess.getoutput", lambda command: f"  -march=    \t\tnative\n  -mtune=    \t\t{tuning}\n")
+    with inductor.patch({"cpp.simdlen": None}):
+        random_model(MODELS["flash"]).compile_layers()
+        assert inductor.cpp.simdlen == bits
 
 
 @pytest.mark.parametrize(("name", "length", "dtype", "checkpointing", "backend"), [
