@@ -261,16 +261,15 @@ def size_panels(results: Results) -> list[Panel]:
 
 
 def lasting_panels(results: Results) -> list[Panel]:
-    """A line for each model (a row's words before the comma): its best row of each context, or with
-    one context of each length, by tokens and by processor time."""
-    contexts = {column: results.table.columns[column].context for column in results.columns}
-    each = spread(results.trained.loss).join(results.trained[["tokens", "minutes"]].groupby(CELL).mean())
-    each = each.assign(tokens=each.tokens / 1e6, row=each.index.get_level_values("row").str.split(",").str[0],
-                       context=each.index.get_level_values("column").map(contexts))
-    best = each.sort_values("mean").drop_duplicates(["row", "context", "tokens"])
-    places = [("tokens", "million tokens"), ("minutes", "processor minutes"), ("context", "tokens of context")]
-    return [Panel("", words, "nats per token", lines(best.row, best.set_index(["row", place])[["mean", "min", "max"]]),
-                  x_scale="log") for place, words in (places[2:] if len(contexts) > 1 else places[:2])]
+    """A line for each model (a row's words before the comma): its best row of each length, by
+    tokens and, where steps were timed side by side, by the time of so many."""
+    each = spread(results.trained.loss).join(results.trained.tokens.groupby(CELL).first())
+    each = each.assign(row=each.index.get_level_values("row").str.split(",").str[0], tokens=each.tokens / 1e6,
+                       minutes=each.tokens * (results.steps["median"] / results.steps.tokens) / 60e3)
+    best = each.sort_values("mean").drop_duplicates(["row", "tokens"])
+    places = {"tokens": "million tokens", "minutes": "minutes of one processor core"}
+    return [Panel("", words, "nats per token", lines(best.row, known.set_index(["row", place])[["mean", "min", "max"]]),
+                  x_scale="log") for place, words in places.items() if len(known := best.dropna(subset=place))]
 
 
 def speedup_panels(results: Results) -> list[Panel]:
