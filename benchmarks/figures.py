@@ -309,7 +309,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
     **dict.fromkeys(("mlm_c4", "lm_wiki40b", "lm_pg19", "flash_ablation", "chunk_size", "more_tokens"), COST),
     "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
     "gpu_latency": ("latency", "Time of a training step", latency_panels),
-    "lasting": ("loss", "Loss at the end of runs of four lengths", lasting_panels),
+    "lasting": ("loss", "Loss at the end of runs, by their length", lasting_panels),
     "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
 """By table: the end of its file's name, what it shows, and its panels."""
 
