@@ -261,15 +261,16 @@ def size_panels(results: Results) -> list[Panel]:
 
 
 def lasting_panels(results: Results) -> list[Panel]:
-    """A line for each model (a row's words before the comma): its best row of each length, by
-    tokens and, where steps were timed side by side, by the time of so many."""
-    each = spread(results.trained.loss).join(results.trained.tokens.groupby(CELL).first())
-    each = each.assign(row=each.index.get_level_values("row").str.split(",").str[0], tokens=each.tokens / 1e6,
-                       minutes=each.tokens * (results.steps["median"] / results.steps.tokens) / 60e3)
-    best = each.sort_values("mean").drop_duplicates(["row", "tokens"])
+    """A line for each model (a row's words before the comma): its best row of each length, one of
+    several seeds if there is one, by tokens and, of steps timed side by side, by their time."""
+    each, known = spread(results.trained.loss), costs(results)
+    each = each.assign(row=each.index.get_level_values("row").str.split(",").str[0],
+                       tokens=results.trained.tokens.groupby(CELL).first() / 1e6,
+                       minutes=known.steps * known.seconds / 60, is_one_seed=each["min"].isna())
+    best = each.sort_values(["is_one_seed", "mean"]).drop_duplicates(["row", "tokens"])
     places = {"tokens": "million tokens", "minutes": "minutes of one processor core"}
-    return [Panel("", words, "nats per token", lines(best.row, known.set_index(["row", place])[["mean", "min", "max"]]),
-                  x_scale="log") for place, words in places.items() if len(known := best.dropna(subset=place))]
+    return [Panel("", words, "nats per token", lines(best.row, drawn.set_index(["row", place])[["mean", "min", "max"]]),
+                  x_scale="log") for place, words in places.items() if len(drawn := best.dropna(subset=place))]
 
 
 def speedup_panels(results: Results) -> list[Panel]:
