@@ -131,9 +131,9 @@ class LanguageModel(nn.Module):
         g++ has no tuning for, vectors have at most 256 bits: GCC 12.2 transposes 512 wrongly."""
         from torch._inductor import config  # loads PyTorch's compiler
 
-        told = map(str.split, subprocess.getoutput(f"{config.cpp.cxx[1]} -march=native -Q --help=target").splitlines())
-        if torch.backends.cpu.get_cpu_capability() == "AVX512" and ["-mtune=", "generic"] in told:
-            config.cpp.simdlen = 256
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            told = subprocess.getoutput(f"{config.cpp.cxx[1]} -march=native -Q --help=target").splitlines()
+            config.cpp.simdlen = 256 if ["-mtune=", "generic"] in map(str.split, told) else config.cpp.simdlen
         for layer in self.residual_layers():
             layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
 
