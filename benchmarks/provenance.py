@@ -47,12 +47,10 @@ def commit() -> str | None:
 
 def cpu_model() -> str:
     """The processor's name, with family and model where Linux tells them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = named.get("model name", platform.machine())
+    name = named.get("model name") or platform.processor() or platform.machine()
     return f"{name} (family {named['cpu family']}, model {named['model']})" if "cpu family" in named else name
 
 

@@ -48,6 +48,7 @@ class StepCase:
     tokens: int = 8192  # in a step; one row where the context is longer
     precision: Precision = "float32"
     reads: bool = False  # only reads: forward to the logits of the last token, without a gradient
+    optimizer: str = "adamw"
 
     @property
     def n_rows(self) -> int:
@@ -96,27 +97,27 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
                  "place": place}
     if case.reads:
         return Case(forward_passes, arguments, row, n_tokens)
+    arguments["optimizer"] = case.optimizer
     return Case(training_steps, arguments, row, n_tokens, lambda: wanted(label.model, config, case.n_rows))
 
 
-def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str,
-                   loss: float) -> Generator[Row, Row, None]:
+def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row,
+                   optimizer: Literal["adamw", "muon"], wanted: str, loss: float) -> Generator[Row, Row, None]:
     """The job of a case: checks and warms up, then takes a step whenever it is asked. wanted: the
     file of the first step's gradients; loss: its loss."""
     on, settings, imported = measure.set_up(**place)
-    parsed, fields = peers.parse_label(label), ModelConfig(**config)
+    parsed, fields, times = peers.parse_label(label), ModelConfig(**config), Times()
     n_tokens = n_rows * fields.context
-    train = TrainConfig(precision=precision, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
+    train = TrainConfig(precision=precision, optimizer=optimizer, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
     model = peers.build(parsed, fields).to(on).train()
     if "compiled" in parsed.how:
         model.compile_layers()
-    optimizer = make_optimizer(parameter_parts(model), train)
+    updates = make_optimizer(parameter_parts(model), train)
     task, batch = random_batch(fields, n_rows, on)
-    times: Times = {}
 
     def step() -> float:
         last_loss, _ = compute_gradient(model, task, batch, n_rows, train)
-        optimizer.step()
+        updates.step()
         return last_loss
 
     def free() -> None:
@@ -127,7 +128,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
         # The first step is the check.
         found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
-        optimizer.step()
+        updates.step()
         measure.wait(on)
         answer: Row = {"check": checked, "settings": settings, "times": times,
                        "n_parameters": sum(p.numel() for p in model.parameters()), **measure.peak_since(imported, on)}
