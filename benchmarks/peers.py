@@ -170,11 +170,11 @@ class Peer(nn.Module):
 
     def in_sizes(self) -> dict[str, tuple[int, ...]]:
         """What `LanguageModel.in_sizes` is, of Mamba-2 and Gated DeltaNet."""
-        sizes, own = {}, self.body.config
+        sizes = {}
         for name, module in self.body.named_modules(prefix="body"):
             if name.endswith("mixer"):  # of Mamba-2: z, x, B, C and the steps
-                bc = own.n_groups * own.state_size
-                sizes[f"{name}.in_proj.weight"] = (*[module.intermediate_size] * 2, bc, bc, own.num_heads)
+                bc = module.n_groups * module.ssm_state_size
+                sizes[f"{name}.in_proj.weight"] = (*[module.intermediate_size] * 2, bc, bc, module.num_heads)
             if name.endswith("linear_attn"):
                 sizes[f"{name}.in_proj_qkv.weight"] = (module.key_dim, module.key_dim, module.value_dim)
         return sizes

@@ -27,7 +27,7 @@ from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.masking import NO_TARGET
 from lineartime.training.objectives import MaskedTokens, NextToken, Objective
-from lineartime.training.optimizers import make_optimizer
+from lineartime.training.optimizers import Muon, make_optimizer
 from lineartime.training.ordered import parameter_parts
 
 Precision = Literal["float32", "bfloat16"]
@@ -47,8 +47,8 @@ class StepCase:
     config: ModelConfig  # for a peer, the model whose size it has
     tokens: int = 8192  # in a step; one row where the context is longer
     precision: Precision = "float32"
-    reads: bool = False  # only reads: forward to the logits of the last token, without a gradient
     optimizer: str = "adamw"
+    reads: bool = False  # only reads: forward to the logits of the last token, without a gradient
 
     @property
     def n_rows(self) -> int:
@@ -112,28 +112,28 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     model = peers.build(parsed, fields).to(on).train()
     if "compiled" in parsed.how:
         model.compile_layers()
-    updates = make_optimizer(parameter_parts(model), train)
+    parts = parameter_parts(model, muon=optimizer == "muon")
+    adamw = make_optimizer(parts, train)
+    muon = Muon(cast(Any, model), parts, train, adamw.state)
     task, batch = random_batch(fields, n_rows, on)
 
     def step() -> float:
         last_loss, _ = compute_gradient(model, task, batch, n_rows, train)
-        updates.step()
+        adamw.step()
+        muon.update()
         return last_loss
 
-    def free() -> None:
-        model.zero_grad(set_to_none=True)
-        measure.release_memory(on)
-
     with attention_of(parsed, on):
-        # The first step is the check.
         found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
-        updates.step()
+        adamw.step()
+        muon.update()
         measure.wait(on)
         answer: Row = {"check": checked, "settings": settings, "times": times,
                        "n_parameters": sum(p.numel() for p in model.parameters()), **measure.peak_since(imported, on)}
         # What building and compiling took is no part of a step's memory.
-        free()
+        model.zero_grad(set_to_none=True)
+        measure.release_memory(on)
         if on.type == "cuda":
             torch.cuda.reset_peak_memory_stats(on)
         with suppress(OSError):  # resets this process's peak, on systems that can
@@ -145,7 +145,8 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                 raise NumericsError("the loss does not fall", f"{last_loss:.4f} after {found:.4f}, on one batch")
             answer = {"times": times, "losses": [found, last_loss], **measure.peak_since(imported, on)}
             if order["release"]:
-                free()
+                model.zero_grad(set_to_none=True)
+                measure.release_memory(on)
 
 
 def attention_of(label: Label, device: torch.device) -> AbstractContextManager[None]:
@@ -246,6 +247,6 @@ def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Seque
     if has_llama:
         require(reads, "llama.cpp does not train", llama.NAME, "give --reads")
         llama.library()
-    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads)
+    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads=reads)
             for context in contexts for precision in precisions for label in parsed
             if precision != llama.QUANTIZED or label.model == llama.NAME or not has_llama]

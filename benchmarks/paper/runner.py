@@ -272,8 +272,7 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
     for cell in column:
         config = run_config({**cell.settings(None), "data": "-", "out": "-", "vocab_size": cell.text.vocab_size})
         train, label = config.train, parse_label(config.preset + (":compiled" if config.train.compile else ""))
-        cases.append(StepCase(label, config.model, train.micro_batch_tokens, train.precision,
-                              optimizer=train.optimizer))
+        cases.append(StepCase(label, config.model, train.micro_batch_tokens, train.precision, train.optimizer))
     threads = 1 if place.device == "cpu" else place.threads  # processor time of several has their waiting in it
     # A column has one context, and its cells one type.
     (measured,) = benchmark_step(cases, Setup(threads=threads, device=place.device, progress=progress))
