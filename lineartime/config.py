@@ -342,12 +342,11 @@ def layer_name(layer: str | type) -> str:
 EXACT_MASK = 'set document_mask = "exact"'
 IN_CHUNKS = ("mixed_chunk", "rowmajor_axial")
 OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
-OF_LINEAR_HALF = ("linear_rope", "linear_gate")
 ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ...] = (
     (("chunk_size",), "attention in chunks", lambda c: c.attn_type in IN_CHUNKS, "attn_type", "leave it out"),
     (OF_MIXED_CHUNK, "mixed chunk attention", lambda c: c.attn_type == "mixed_chunk", "{} attn_type", "leave it out"),
-    (OF_LINEAR_HALF, "the linear half of mixed chunk attention", lambda c: c.has_linear_half, "attn_type chunk_parts",
-     "leave it out"),
+    (("linear_rope", "linear_gate"), "the linear half of mixed chunk attention", lambda c: c.has_linear_half,
+     "attn_type chunk_parts", "leave it out"),
     (("position_bias",), "relu(q k / n + b)^2", lambda c: c.ffn == "gau" or c.attn_kernel == "relu2",
      "ffn attn_kernel", "leave it out"),
     (("prefix_sum",), "linear attention", lambda c: c.attn_type == "linear", "{} attn_type", "leave it out"),

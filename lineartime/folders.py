@@ -141,7 +141,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
     fields = read_json(path)
     require(fields.get("model_type") == "lineartime", "not a lineartime model", str(path))
     with found_in(path):
-        return model_config_of(fields), str(next(iter(fields.get("architectures") or []), ""))
+        kinds = fields.get("architectures")
+        return model_config_of(fields), str(kinds[0]) if isinstance(kinds, list) and kinds else ""
 
 
 def model_config_of(fields: dict[str, Any]) -> ModelConfig:

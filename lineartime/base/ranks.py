@@ -63,9 +63,15 @@ ALONE = Ranks()
 
 
 def launched() -> Ranks:
-    """The rank that `torchrun` gave this process; `ALONE` without one. Imports no torch."""
-    is_launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if is_launched else ALONE
+    """The rank that `torchrun` gave this process; `ALONE` without one. Imports no torch. Raises
+    UsageError for numbers that `torchrun` does not give."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return ALONE
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    rank, size, port = (int(text) if text.isascii() and text.isdecimal() else -1 for text in given.values())
+    require(0 <= rank < size and 0 <= port < 2**16, "not what torchrun sets", ", ".join(
+        f"{name} = {text}" for name, text in given.items()), "unset them, or start with torchrun")
+    return Ranks(rank, size)
 
 
 def in_rows(ranks: Ranks, n_in_row: int) -> Ranks:

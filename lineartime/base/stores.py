@@ -28,11 +28,6 @@ def is_address(name: Name) -> bool:
     return "://" in str(name)
 
 
-def joined(folder: Name, *names: str) -> str:
-    """The name of something in a folder."""
-    return "/".join([str(folder).rstrip("/") or "/", *names])
-
-
 def store_of(name: Name) -> tuple[Any, str]:
     """The file system of a name, and the path there. Raises UsageError without its library and for
     an address that fsspec does not understand; where it connects at once, what its library does."""
@@ -110,14 +105,15 @@ def file_blocks(name: Name, size: int = 1 << 16) -> Iterator[bytes]:
 
 def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
     """Blocks of at most `size` bytes of stdin. ticks: also b"" now and then while nothing comes."""
-    while sys.stdin is not None:
-        # A little at a time: a signal that comes just before a read is seen when the read returns.
-        if select.select([sys.stdin], [], [], 0.2)[0]:
-            if not (block := os.read(sys.stdin.fileno(), size)):
-                return
-            yield block
-        elif ticks:
-            yield b""
+    with reading("stdin"):
+        while sys.stdin is not None:
+            # A little at a time: a signal that comes before a read is seen when the read returns.
+            if select.select([sys.stdin], [], [], 0.2)[0]:
+                if not (block := os.read(sys.stdin.fileno(), size)):
+                    return
+                yield block
+            elif ticks:
+                yield b""
 
 
 def read_all(name: Name, most: int = -1) -> bytes:
@@ -168,7 +164,7 @@ def uploaded(address: Name | None) -> Iterator[Path]:
                 store, path = store_of(address)
                 store.makedirs(path, exist_ok=True)
                 for file in sorted(folder.iterdir(), key=lambda file: file.name.lower() == "manifest.json"):
-                    store.put(str(file), joined(path, file.name), recursive=True)
+                    store.put(str(file), os.path.join(path, file.name), recursive=True)
 
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
@@ -178,28 +174,12 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
         if Path(name).name != name:  # a manifest may come from anybody
-            raise DataError("not the name of a file", joined(folder, name))
+            raise DataError("not the name of a file", os.path.join(folder, name))
         if not (cache / name).exists() or (cache / name).stat().st_size != n_bytes:
-            there = joined(folder, name)
+            there = os.path.join(folder, name)
             with reading(there), opened(there) as file, replaced(cache / name) as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
     return cache
-
-
-def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
-    """The files and folders that `expanded` gives: path, whether it is a folder, and its files by
-    relative names. Raises DataError for what is missing or no regular file."""
-    for path in expanded(name):
-        with reading(path):
-            store, there = store_of(path)
-            is_folder = store.isdir(there)
-        if is_folder:
-            yield path, True, {own: joined(path, own) for own in files_below(path)}
-            continue
-        size_of(path)  # which says what is missing
-        if not is_address(path) and not os.path.isfile(path):
-            raise DataError("not a regular file", path)
-        yield path, False, {path.rpartition("/")[2]: path}
 
 
 def expanded(name: Name) -> list[str]:
@@ -244,7 +224,8 @@ def hash_of(name: Name) -> dict[str, Any]:
 
 def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
     """Whether a file has the size and, with `by_hash`, the SHA-256 of `expected`, see `hash_of`."""
-    with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
+    # expected: what somebody's file says
+    with contextlib.suppress(OSError, DataError, ValueError, TypeError, LookupError):
         same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
         return same_size and (not by_hash or hash_of(path) == expected)
     return False

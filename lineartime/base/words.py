@@ -42,12 +42,6 @@ def in_markdown(text: str) -> str:
     return re.sub(r"[\\`!\[\]|]", r"\\\g<0>", shown)
 
 
-def code_block(text: str, language: str = "") -> str:
-    """Lines of code, between more backticks than they have in a row."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
     """A table. Columns after the first `n_words` are right-aligned: by default from the first whose
     name begins with a digit, or is tokens or ms."""

@@ -1,6 +1,7 @@
 """From text to a run: `lineartime prepare`, `train` and `finetune`; and `config` and `info`."""
 
 import importlib.util
+import os
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -14,7 +15,7 @@ from lineartime.base.errors import LineartimeError, UsageError
 from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
 from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
-from lineartime.base.stores import exists, is_address, joined, require_there
+from lineartime.base.stores import exists, is_address, require_there
 from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task, import_own, own_modules
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TASKS, TRAIN_FIELDS, model_config, to_dict
@@ -270,7 +271,7 @@ def info(
     and the memory of its weights and of its decoding state."""
     is_folder = model not in PRESETS and (
         model in folders.shipped_models() or is_address(model) or Path(model).is_dir())
-    is_data = is_folder and exists(joined(model, "manifest.json"))
+    is_data = is_folder and exists(os.path.join(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     require(not is_data or not settings, "--set takes a model or a run", model, "leave out --set")
     for name in [name for name in ("model", "task") if name in settings and (name, task) != ("task", "wiki40b")]:

@@ -13,7 +13,7 @@ from lineartime.base.errors import DataError, UsageError, raised_as
 from lineartime.base.files import check_new, check_place, write_json
 from lineartime.base.ranks import connected, launched
 from lineartime.base.settings import require
-from lineartime.base.stores import file_blocks, joined, packing_of, require_there, size_of, stdin_blocks
+from lineartime.base.stores import file_blocks, packing_of, require_there, size_of, stdin_blocks
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping, summary
 from lineartime.data.read_text import kind_of, read_small, text_of
@@ -353,10 +353,9 @@ def export(
             from lineartime.use.onnx_folder import export_onnx
 
         n_bytes, loss = export_onnx(folder, out, data=data, int8=int8)
-        say(f"{loss}\ngraph    {joined(out, 'model.onnx')} ({n_bytes / 1e6:.1f} MB)\n".lstrip()
-            + f"how to   {joined(out, 'README.md')}")
+        say(f"{loss}\ngraph    {os.path.join(out, 'model.onnx')} ({n_bytes / 1e6:.1f} MB)\n".lstrip()
+            + f"how to   {os.path.join(out, 'README.md')}")
         return
-    from lineartime.data.read_text import read_small
     from lineartime.training.runtime import pick_device
     from lineartime.use.export import export
 
@@ -366,9 +365,9 @@ def export(
                                  progress=terminal.count)
     for split, evaluation in scores.items():
         say(summary(split, evaluation.to_dict()))
-    say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
-        "transformers)")
-    say(f"card     {joined(out, 'README.md')}")
+    say(f"weights  {os.path.join(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model "
+        "or transformers)")
+    say(f"card     {os.path.join(out, 'README.md')}")
 
 
 def plot(

@@ -74,6 +74,11 @@ def main(app: typer.Typer = app, program: str = "lineartime") -> None:
     arguments = sys.argv[1:] or ["--help"]
     share_processors()
     atexit.register(gc.freeze)  # or Python looks through all objects of torch before it ends, for .3 s
+    try:
+        launched()
+    except UsageError as e:  # before anything asks for the rank again
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
     if launched().size > 1:  # else PyTorch writes the stack of each failed connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not launched().is_first:  # rank 0 speaks for all, but for errors

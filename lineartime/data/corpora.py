@@ -23,16 +23,7 @@ def wiki40b_text(text: str) -> str:
     A marker begins a part: `_START_ARTICLE_` the title, `_START_SECTION_` a heading,
     `_START_PARAGRAPH_` paragraphs, in which `_NEWLINE_` is a line feed. Each part is stripped of
     white space; empty parts are left out. A paragraph that follows its heading begins on the next
-    line; a blank line separates all other parts:
-
-        Title                       _START_ARTICLE_
-                                    Title
-        First paragraph.            _START_PARAGRAPH_
-        Second paragraph.           First paragraph._NEWLINE_Second paragraph.
-                                    _START_SECTION_
-        Heading                     Heading
-        More text.                  _START_PARAGRAPH_
-                                    More text.
+    line; a blank line separates all other parts.
 
     Some languages are published as Python literals of bytes, b'\\n_START_ARTICLE_...', which are
     decoded. Raises ValueError for a text without a marker that is not blank."""

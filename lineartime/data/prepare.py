@@ -23,11 +23,11 @@ import numpy as np
 from lineartime.base.errors import DataError, ResourceError
 from lineartime.base.files import clear_leftovers, hashed_stream, new_folder, system_errors
 from lineartime.base.settings import require
-from lineartime.base.stores import exists, hash_of, is_address, is_empty, joined, uploaded
+from lineartime.base.stores import exists, hash_of, is_address, is_empty, uploaded
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.read_text import Read, read_pieces
-from lineartime.data.sources import Source, copies_named, find_text, in_order
+from lineartime.data.sources import SPLITS, Source, copies_named, find_text
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer, train_tokenizer
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
 from lineartime.data.units import ROW, Encoded, Unit, cut_document, documents_of, encode_unit, row_of, units_of
@@ -57,7 +57,7 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     out = settings.out if is_address(settings.out) else os.path.realpath(settings.out)
     with system_errors(out):
-        is_prepared = exists(joined(out, DATA_MANIFEST), ResourceError)
+        is_prepared = exists(os.path.join(out, DATA_MANIFEST), ResourceError)
         require(is_prepared or is_empty(out), "the output exists and is not a prepared folder", out, "choose another")
         tokenizer, asked = None, Manifest(settings.for_manifest, shard_tokens=settings.shard_tokens)
         if settings.tokenizer != "train":
@@ -114,7 +114,8 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
     of_train = [each for each in sources if each.split == "train" and each.n_bytes]
     if held_out and [each.kind for each in of_train] == [".txt"]:
         parts = cut_document(of_train[0].path, held_out, folder.parent, read)
-        sources = in_order([*parts, *(each for each in sources if each is not of_train[0])])
+        others = [each for each in sources if each is not of_train[0]]
+        sources = sorted([*parts, *others], key=lambda each: SPLITS.index(each.split))
         held_out, first_files["validation"] = None, first_files["train"]
     tokenizer = tokenizer or trained(settings, sources, held_out, read, progress)
     manifest.dtype = tokenizer.dtype

@@ -292,7 +292,7 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str]) -> 
                                      {column: batch.column(column)[i].as_py() for column in columns})
     except UnicodeDecodeError:
         raise DataError("not valid UTF-8", f"{name}, row {row}") from None
-    except (pyarrow.ArrowException, OSError, ValueError) as e:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as e:
         raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lineartime.base.errors import DataError, UsageError, raised_as
 from lineartime.base.settings import require
-from lineartime.base.stores import Name, found_at, is_address, joined, packing_of, size_of
+from lineartime.base.stores import Name, expanded, files_below, is_address, packing_of, reading, size_of, store_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
 from lineartime.data.read_text import ENDING, READS, Record, is_token_file, kind_of, text_field, text_of
@@ -79,7 +79,7 @@ def copies_named(work: Path, settings: PrepareSettings) -> Iterator[None]:
     try:
         yield
     except (DataError, UsageError) as e:
-        raise type(e)(re.sub(rf"{re.escape(str(work))}/(\w+)/(\d+)/[\w.]+", given, str(e))) from None
+        raise type(e)(re.sub(rf"{re.escape(str(work))}/(\w+)/(\d+)/[^/]+?[.](?:txt|jsonl)", given, str(e))) from None
 
 
 def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: Iterable[Name] = (), *,
@@ -112,29 +112,32 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
         require(real not in seen, "the same file twice", source.path, "name it once")
         seen.add(real)
-    return in_order(sources)
-
-
-def in_order(sources: Iterable[Source]) -> list[Source]:
-    """Files by split: train, validation, test."""
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 
 def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]]:
     """The files and folders that a name stands for, each with its files that are read."""
-    for path, is_folder, files in found_at(name):
-        sources = [Source("" if is_folder else _split_of(own), own, there) for own, there in files.items()]
+    for path in expanded(name):
+        with reading(path):
+            store, there = store_of(path)
+            is_folder = store.isdir(there)
         if is_folder:
             split = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
-            sources = [source._replace(split=source.split or split) for source in _read_in(path, sources, task)]
-        elif not sources[0].kind and not is_token_file(path):
+            below = [Source("", each, os.path.join(path, each)) for each in files_below(path)]
+            yield path, [source._replace(split=source.split or split) for source in _read_in(path, below, task)]
+            continue
+        size_of(path)  # which says what is missing
+        require(is_address(path) or os.path.isfile(path), "not a regular file", path, kind=DataError)
+        own = path.rpartition("/")[2]
+        source = Source(_split_of(own), own, path)
+        if not source.kind and not is_token_file(path):
             todo = (f"{READS}; any other UTF-8 text that is named itself; and token files, .ds of datatrove and "
                     ".bin of Megatron-LM")
             require(path == str(name), "unknown kind of file", path, todo)
             with raised_as(UsageError, "unknown kind of file", path, DataError, todo=todo):
                 next(text_of(path), "")  # raises unless it begins as text
-            sources = [sources[0]._replace(is_text=True)]
-        yield path, sources
+            source = source._replace(is_text=True)
+        yield path, [source]
 
 
 def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]:
@@ -172,7 +175,7 @@ def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
         if "train" in (*parents, _split_of(last)):
             raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {source.name}")
     for source in (*by_folder, *by_name):
-        require(not source.split, "this folder has a split and text of none", joined(folder, source.name),
+        require(not source.split, "this folder has a split and text of none", os.path.join(folder, source.name),
                 "rename it or leave it out, or give it with --validation or --test")
     return sources
 

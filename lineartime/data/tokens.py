@@ -10,6 +10,7 @@ in which every token but the first is a target once. Document i lies between [EO
 
 import functools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ import numpy as np
 from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_LINES_BYTES, json_sha256, write_atomically
 from lineartime.base.settings import require
-from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, joined, read_all, size_of
+from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, read_all, size_of
+from lineartime.config import LARGEST
 from lineartime.data.corpora import published_words
 from lineartime.data.mixture import orders, places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -80,7 +82,7 @@ class Manifest:
 
 def read_manifest(folder: Name) -> Manifest:
     """A prepared folder's manifest. Raises UsageError without the folder, DataError for damage."""
-    path, todo = joined(folder, DATA_MANIFEST), "make one with `lineartime prepare`"
+    path, todo = os.path.join(folder, DATA_MANIFEST), "make one with `lineartime prepare`"
     require(is_address(folder) or Path(folder).is_dir(), "no such folder", str(folder), todo)
     require(exists(path), "no manifest of prepared text", path, todo, DataError)
     with raised_as(DataError, "damaged manifest", path, ValueError, RecursionError, KeyError, TypeError, AttributeError,
@@ -107,7 +109,8 @@ def require_sizes(manifest: Manifest) -> None:
     tokens += [known["mask"], known["separator"]] if "mask" in known else []
     counts = [count for split in manifest.splits.values() for count in astuple(split)]
     numbers = [*sizes.values(), *counts, *tokens, known["vocab_size"], manifest.shard_tokens]
-    is_sound = (all(type(number) is int and number >= 0 for number in numbers) and max(tokens) < known["vocab_size"]
+    is_sound = (all(type(number) is int and number >= 0 for number in numbers)
+                and max(tokens) < known["vocab_size"] <= LARGEST["vocab_size"]
                 and type(known["sha256"]) is str and type(manifest.settings) is dict and TOKENIZER_FILE in sizes
                 and np.dtype(manifest.dtype).str in ("<u2", "<u4") and all(Path(name).name == name for name in sizes))
     for name, split in manifest.splits.items():
@@ -121,7 +124,7 @@ def require_sizes(manifest: Manifest) -> None:
 
 def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
     """Raise DataError unless a file has the size and, with `by_hash`, the hash of the manifest."""
-    path, expected = joined(folder, name), manifest.files[name]
+    path, expected = os.path.join(folder, name), manifest.files[name]
     if not (hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)):
         raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
 

@@ -147,7 +147,7 @@ class Run:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
             for stem in tuple(tensors):
                 tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)
-                files[checkpoint.index_name(stem)] = json.dumps(index_of(stem, parts, places), indent=1) + "\n"
+                files[f"{stem}{checkpoint.INDEX}"] = json.dumps(index_of(stem, parts, places), indent=1) + "\n"
         if ranks.is_first:
             if not self.is_sharded:
                 tensors[folders.WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}

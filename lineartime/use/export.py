@@ -1,6 +1,7 @@
 """Export a run to a folder for sharing: weights, configuration, tokenizer and a model card, in
 Markdown. `load_model` and `transformers` open it."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lineartime.base.errors import ResourceError, UsageError
 from lineartime.base.files import damaged, new_folder, system_errors
 from lineartime.base.settings import field_text, require
 from lineartime.base.stores import Name, exists, is_address, uploaded
-from lineartime.base.words import Progress, code_block, in_markdown, installed_version, markdown, mib
+from lineartime.base.words import Progress, in_markdown, installed_version, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
@@ -163,5 +164,6 @@ def card_end(sample: str | None) -> str:
             f"torch {torch.__version__}; lineartime {installed_version()}.</sub>\n")
     if sample is None:
         return made
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", sample)), default=0))  # more than the sample has in a row
     return (f"## Sample\n\nThe first {SAMPLE_TOKENS} tokens from the beginning of a document at temperature "
-            f"{SAMPLE_TEMPERATURE} with seed 0, not chosen:\n\n{code_block(sample, 'text')}\n\n{made}")
+            f"{SAMPLE_TEMPERATURE} with seed 0, not chosen:\n\n{fence}text\n{sample}\n{fence}\n\n{made}")

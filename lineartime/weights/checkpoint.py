@@ -34,6 +34,7 @@ from lineartime.folders import STEP, saved_steps
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 TENSORS = ".safetensors"
+INDEX = ".json"  # in place of `TENSORS`: which files of a checkpoint hold which parts of these tensors
 LEFTOVERS = (".tmp-step-", ".trash-step-")  # how the names of what a killed save or removal leaves begin
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -202,11 +203,6 @@ def read_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
     return {name: flat[name].view(shape) for name, shape in shapes.items()}
 
 
-def index_name(stem: str) -> str:
-    """The file that says which files of a checkpoint hold which parts of its tensors `stem`."""
-    return f"{stem}.json"
-
-
 def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
     """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least.
 
@@ -228,7 +224,7 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
                       for file, first, last in index[name]["parts"] if first < stop and start < last]
             found[name] = torch.cat([torch.zeros(0, dtype=torch.float32, device="cpu"), *pieces])  # also of no piece
             is_whole = len(found[name]) == stop - start
-            require_whole(is_whole, folder / index_name(stem), f"the parts of {name} are not all of it")
+            require_whole(is_whole, folder / f"{stem}{INDEX}", f"the parts of {name} are not all of it")
     check_finite(found, folder / f"{stem}{TENSORS}")
     return found
 
@@ -241,7 +237,7 @@ def open_tensors(path: Path) -> safetensors.safe_open:
 
 def _index(folder: Path, stem: str) -> dict[str, Any]:
     """The shape and the parts of each tensor, from the index file; in one file each is one part."""
-    path, name = folder / index_name(stem), f"{stem}{TENSORS}"
+    path, name = folder / f"{stem}{INDEX}", f"{stem}{TENSORS}"
     if path.exists():
         with damaged(path):
             return {each: {"shape": [*map(int, entry["shape"])],

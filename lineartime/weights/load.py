@@ -114,7 +114,7 @@ def has_optimizer(folder: Path) -> bool:
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     """Compare files with a folder's manifest, if it has one; returns its step. Raises UsageError
     for weights in parts, CheckpointError for a difference and a checkpoint without it."""
-    if (folder / checkpoint.index_name(WEIGHTS)).exists():
+    if (folder / f"{WEIGHTS}{checkpoint.INDEX}").exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
     if (folder / checkpoint.MANIFEST).exists():

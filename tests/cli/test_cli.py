@@ -15,6 +15,7 @@ import pytest
 import lineartime
 from command_line import Call, assert_refused
 from lineartime.base.errors import UsageError
+from lineartime.base.ranks import launched
 from lineartime.cli.terminal import Screen, exit_code
 from lineartime.cli.use import before_stop
 from lineartime.weights.generation import generate
@@ -225,3 +226,6 @@ def test_a_full_stderr_changes_no_exit_code(
     monkeypatch.setattr(sys, "stderr", full)
     monkeypatch.setattr(sys, "__stderr__", full)  # where ranks above 0 write
     assert exit_code(Mock(side_effect=UsageError("it is wrong"))) == 2
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    with pytest.raises(UsageError, match="torchrun"):
+        launched()
