@@ -262,11 +262,11 @@ def size_panels(results: Results) -> list[Panel]:
 
 def lasting_panels(results: Results) -> list[Panel]:
     """A line for each model (a row's words before the comma): its best row of each length, one of
-    several seeds if there is one, by tokens and, of steps timed side by side, by their time."""
-    each, known = spread(results.trained.loss), costs(results)
-    each = each.assign(row=each.index.get_level_values("row").str.split(",").str[0],
-                       tokens=results.trained.tokens.groupby(CELL).first() / 1e6,
-                       minutes=known.steps * known.seconds / 60, is_one_seed=each["min"].isna())
+    several seeds if there is one, by tokens, and by steps times the median of the model's."""
+    each = spread(results.trained.loss).assign(
+        row=lambda x: x.index.get_level_values("row").str.split(",").str[0], is_one_seed=lambda x: x["min"].isna(),
+        tokens=results.trained.tokens.groupby(CELL).first() / 1e6, **costs(results)[["steps", "seconds"]])
+    each["minutes"] = each.steps * each.seconds.groupby(each.row).transform("median") / 60
     best = each.sort_values(["is_one_seed", "mean"]).drop_duplicates(["row", "tokens"])
     places = {"tokens": "million tokens", "minutes": "minutes of one processor core"}
     return [Panel("", words, "nats per token", lines(best.row, drawn.set_index(["row", place])[["mean", "min", "max"]]),
