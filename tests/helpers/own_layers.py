@@ -1,4 +1,4 @@
-"""Two layers of one's own: a causal convolution, and Gated DeltaNet as transformers has it."""
+"""Layers of one's own: a convolution, a GAU, and Gated DeltaNet as transformers has it."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from lineartime import Cache, LastTokens, ModelConfig, ResidualLayer, SequenceInfo
+from lineartime import Cache, GatedAttentionUnit, LastTokens, ModelConfig, ResidualLayer, SequenceInfo
 
 
 class CausalConv(ResidualLayer):
@@ -31,6 +31,13 @@ class CausalConv(ResidualLayer):
 
     def empty_cache(self, n_rows: int) -> LastTokens:
         return LastTokens(self.like.new_zeros(n_rows, self.width - 1, self.config.d_model))
+
+
+class SumOfChunks(GatedAttentionUnit):
+    """A GAU with another linear half than the model's own GAUs."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(dataclasses.replace(config, chunk_pooling="sum"))
 
 
 @dataclasses.dataclass

@@ -45,7 +45,7 @@ def asked(layer: type, *names: str) -> set[str]:
     return {found["result"] for found in row["laws"].values()}
 
 
-@pytest.mark.parametrize("name", ["own_layer:SlidingWindow", "own_layers:CausalConv",
+@pytest.mark.parametrize("name", ["own_layer:SlidingWindow", "own_layers:CausalConv", "own_layers:SumOfChunks",
                                   *rest("own_layers:GatedDeltaNet")])
 def test_layers_keep_the_laws(name: str) -> None:
     names = tuple(laws.OF_LAYERS.keys() - {"export"})

@@ -61,7 +61,7 @@ class DecodeInputs:
     def for_heads(self, n_heads: int) -> "DecodeInputs":
         """The same inputs with every row repeated `n_heads` times."""
         names = ("seq_lens_B", "start_B", "n_new_B", "begins_BN")
-        return self if n_heads == 1 else self.once("heads", lambda: dataclasses.replace(
+        return self if n_heads == 1 else self.once(("heads", n_heads), lambda: dataclasses.replace(
             self, **{name: getattr(self, name).repeat_interleave(n_heads, 0) for name in names}))
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
@@ -133,7 +133,8 @@ class DecodeInputs:
 
     def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
         """Of each row's only new token. dtype: of `kv_BSE`."""
-        return self.once(dtype, lambda: TokenPosition(self, config, dtype))
+        key = dtype, config.chunk_size, config.overlap, config.chunk_pooling
+        return self.once(key, lambda: TokenPosition(self, config, dtype))
 
 
 class Cut:
