@@ -262,7 +262,7 @@ def size_panels(results: Results) -> list[Panel]:
 
 def lasting_panels(results: Results) -> list[Panel]:
     """A line for each model (a row's words before the comma): its best row of each length, one of
-    several seeds if there is one, by tokens, and by steps times the median of the model's."""
+    several seeds if there is one, by tokens and by time, with the model's median time of a step."""
     each = spread(results.trained.loss).assign(
         row=lambda x: x.index.get_level_values("row").str.split(",").str[0], is_one_seed=lambda x: x["min"].isna(),
         tokens=results.trained.tokens.groupby(CELL).first() / 1e6, **costs(results)[["steps", "seconds"]])

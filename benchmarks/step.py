@@ -27,7 +27,7 @@ from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.masking import NO_TARGET
 from lineartime.training.objectives import MaskedTokens, NextToken, Objective
-from lineartime.training.optimizers import Muon, make_optimizer
+from lineartime.training.optimizers import Muon, make_optimizer, update_weights
 from lineartime.training.ordered import parameter_parts
 
 Precision = Literal["float32", "bfloat16"]
@@ -119,21 +119,22 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
 
     def step() -> float:
         last_loss, _ = compute_gradient(model, task, batch, n_rows, train)
-        adamw.step()
-        muon.update()
+        update_weights(adamw, muon, train.learning_rate, train)
         return last_loss
+
+    def free() -> None:
+        model.zero_grad(set_to_none=True)
+        measure.release_memory(on)
 
     with attention_of(parsed, on):
         found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
-        adamw.step()
-        muon.update()
+        update_weights(adamw, muon, train.learning_rate, train)
         measure.wait(on)
         answer: Row = {"check": checked, "settings": settings, "times": times,
                        "n_parameters": sum(p.numel() for p in model.parameters()), **measure.peak_since(imported, on)}
         # What building and compiling took is no part of a step's memory.
-        model.zero_grad(set_to_none=True)
-        measure.release_memory(on)
+        free()
         if on.type == "cuda":
             torch.cuda.reset_peak_memory_stats(on)
         with suppress(OSError):  # resets this process's peak, on systems that can
@@ -145,8 +146,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                 raise NumericsError("the loss does not fall", f"{last_loss:.4f} after {found:.4f}, on one batch")
             answer = {"times": times, "losses": [found, last_loss], **measure.peak_since(imported, on)}
             if order["release"]:
-                model.zero_grad(set_to_none=True)
-                measure.release_memory(on)
+                free()
 
 
 def attention_of(label: Label, device: torch.device) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import TrainConfig
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient
-from lineartime.training.optimizers import learning_rate_at, make_optimizer
+from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer, update_weights
 from lineartime.training.ordered import parameter_parts
 
 OnStep = Callable[[Row], None]
@@ -90,13 +91,13 @@ def learn(model: Model, objective: Recall, on_step: OnStep = lambda _: None) -> 
     times. on_step: see `measure`. Raises NumericsError for a loss that is not finite."""
     train, losses = objective.config, []
     began = time.perf_counter()
-    optimizer = make_optimizer(parameter_parts(model), train)
+    parts = parameter_parts(model, muon=train.optimizer == "muon")
+    adamw = make_optimizer(parts, train)
+    muon = Muon(cast(Any, model), parts, train, adamw.state)
     for step in range(train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, train)
         batch = [torch.from_numpy(part) for part in objective.batch(step)]
         losses.append(compute_gradient(model, objective, batch, len(batch[0]), train)[0])
-        optimizer.step()
+        update_weights(adamw, muon, learning_rate_at(step, train), train)
         on_step({"step": step + 1, "steps": train.steps, "loss": losses[-1], "clock": {
             "time": time.time(), "tokens_per_s": (step + 1) * train.tokens_per_step / (time.perf_counter() - began)}})
         if (step + 1) * N_SCORES // train.steps > step * N_SCORES // train.steps:

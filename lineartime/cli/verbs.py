@@ -75,13 +75,13 @@ def main(app: typer.Typer = app, program: str = "lineartime") -> None:
     share_processors()
     atexit.register(gc.freeze)  # or Python looks through all objects of torch before it ends, for .3 s
     try:
-        launched()
+        ranks = launched()
     except UsageError as e:  # before anything asks for the rank again
         print(f"error: {e}", file=sys.stderr)
         sys.exit(e.exit_code)
-    if launched().size > 1:  # else PyTorch writes the stack of each failed connection
+    if ranks.size > 1:  # else PyTorch writes the stack of each failed connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    if not launched().is_first:  # rank 0 speaks for all, but for errors
+    if not ranks.is_first:  # rank 0 speaks for all, but for errors
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
     with screens():
         code = exit_code(lambda: run_verb(app, program, arguments), debug=arguments[0] == "--debug")

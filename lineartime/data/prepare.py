@@ -27,7 +27,7 @@ from lineartime.base.stores import exists, hash_of, is_address, is_empty, upload
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.read_text import Read, read_pieces
-from lineartime.data.sources import SPLITS, Source, copies_named, find_text
+from lineartime.data.sources import Source, copies_named, find_text, in_order
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer, train_tokenizer
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
 from lineartime.data.units import ROW, Encoded, Unit, cut_document, documents_of, encode_unit, row_of, units_of
@@ -114,8 +114,7 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
     of_train = [each for each in sources if each.split == "train" and each.n_bytes]
     if held_out and [each.kind for each in of_train] == [".txt"]:
         parts = cut_document(of_train[0].path, held_out, folder.parent, read)
-        others = [each for each in sources if each is not of_train[0]]
-        sources = sorted([*parts, *others], key=lambda each: SPLITS.index(each.split))
+        sources = in_order([*parts, *(each for each in sources if each is not of_train[0])])
         held_out, first_files["validation"] = None, first_files["train"]
     tokenizer = tokenizer or trained(settings, sources, held_out, read, progress)
     manifest.dtype = tokenizer.dtype

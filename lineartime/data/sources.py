@@ -112,6 +112,11 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
         require(real not in seen, "the same file twice", source.path, "name it once")
         seen.add(real)
+    return in_order(sources)
+
+
+def in_order(sources: Iterable[Source]) -> list[Source]:
+    """Files by split: train, validation, test."""
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 

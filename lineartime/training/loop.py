@@ -20,7 +20,7 @@ from lineartime.folders import RESULT_FILE, read_result, saved_steps, write_resu
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient, divide
 from lineartime.training.objectives import Objective
-from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer
+from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer, update_weights
 from lineartime.training.ordered import own_rows, require_fitting
 from lineartime.training.run import Run, Wanted
 from lineartime.training.run_config import RunConfig
@@ -107,15 +107,10 @@ class Loop:
         config, started, cpu_started = self.config, time.perf_counter(), time.process_time()
         batch = [torch.from_numpy(part).to(self.device) for part in self.setup.objective.batch(step)]
         rate = learning_rate_at(step, config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        for group in self.muon.param_groups:
-            group["lr"] = rate * (config.muon_learning_rate or config.learning_rate) / config.learning_rate
         try:
             loss, norm = compute_gradient(self.model, self.setup.objective, batch, self.run.config.micro_batch_rows,
                                           config, division=self.division, between=partial(self.begin_micro_batch, step))
-            self.optimizer.step()
-            self.muon.update()
+            update_weights(self.optimizer, self.muon, rate, config)
             self.division.share_updates()
         except NumericsError as e:
             raise NumericsError(e.what, f"step {step + 1}", self.advice()) from None

@@ -58,6 +58,16 @@ class Muon(torch.optim.Muon):
         self.zero_grad()  # of the rows, which would keep the whole gradient in memory through the next step
 
 
+def update_weights(adamw: torch.optim.AdamW, muon: Muon, rate: float, config: TrainConfig) -> None:
+    """Update all parts once by their gradients: AdamW's at `rate`, Muon's in proportion."""
+    for group in adamw.param_groups:
+        group["lr"] = rate
+    for group in muon.param_groups:
+        group["lr"] = rate * (config.muon_learning_rate or config.learning_rate) / config.learning_rate
+    adamw.step()
+    muon.update()
+
+
 def learning_rate_at(step: int, config: TrainConfig) -> float:
     """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`."""
     if step < config.warmup_steps:

@@ -116,6 +116,8 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     curves = [[*learn(study.new_model("transformer++, conv", config, 1), Recall(task, 40, settings))] for _ in range(2)]
     assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
     assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
+    by_muon = Recall(task, 40, replace(settings, optimizer="muon"))
+    assert next(learn(study.new_model("transformer++, conv", config, 1), by_muon))[:2] != curves[0][0][:2]
 
 
 def test_what_is_asked_is_what_a_perfect_model_knows():

@@ -82,7 +82,7 @@ def warm(warm_command, monkeypatch):
 def test_a_table_is_made_and_only_once(place, warm, monkeypatch):
     work_here(monkeypatch)
     updated = []  # matrices, where a step is timed: by the optimizer of TINY
-    monkeypatch.setattr("benchmarks.step.Muon.update", lambda muon: updated.append(len(muon.matrices)))
+    monkeypatch.setattr("lineartime.training.optimizers.Muon.update", lambda muon: updated.append(len(muon.matrices)))
     monkeypatch.setitem(tables.SCALES, "cpu", dataclasses.replace(TINY, seeds=1))
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 4  # two runs, two step times
     assert updated and all(updated)
@@ -95,6 +95,7 @@ def test_a_table_is_made_and_only_once(place, warm, monkeypatch):
         assert row["data"]["train_tokens"] > 5000 and row["epochs"] == row["tokens"] / row["data"]["train_tokens"]
         assert row["held_out"]["bits_per_byte"] > 1 and row["peak_mib"] > 100 and row["commit"] is not None
         assert row["step_ms"]["cpu"]["n"] == 6 and 0 < row["train_s"]["cpu"] and row["threads"] == 1
+    assert runner.missing_times(cells, rows) == []
     assert str(place.out) not in before and str(place.texts) not in before  # rows are made to be given away
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 0
     assert place.rows.read_text() == before
