@@ -44,13 +44,15 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                                contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
     if llama.NAME in configs:
         llama.library()
-    cases, variant = [], "compiled" if compiled else "eager"
+    cases = []
     for label, config in configs.items():
         is_peer = label == llama.NAME
+        in_graph = compiled and not is_peer
         longest = quadratic_up_to if is_peer or decoding_bytes(config).per_token else max(contexts)
         types = [each for each in precisions if each != llama.QUANTIZED or label == llama.NAME]
         for precision, n_tokens in itertools.product(types, sorted({n for n in contexts if n <= longest})):
-            row = {"model": label, "variant": variant, "label": f"{label}:compiled" if compiled else label,
+            row = {"model": label, "variant": "compiled" if in_graph else "eager",
+                   "label": f"{label}:compiled" if in_graph else label,
                    "attention": "fused" if config.attn_kernel == "softmax" else None,
                    "config": None if is_peer else to_dict(config), **peers.about(label),
                    "n_parameters": number_of_parameters(config), "context_tokens": n_tokens, "context": "filled",

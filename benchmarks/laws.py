@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks import Row
 from benchmarks.markdown import listed, source_line, unique
 from benchmarks.provenance import installed_version, provenance
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import UsageError, raised_as
 from lineartime.base.settings import require, require_name
 from lineartime.config import PRESETS, model_config
 from lineartime.hf import LineartimeConfig
@@ -267,7 +267,8 @@ def tiny_model(name: str, settings: dict[str, Any]) -> Any:
         kind = CONFIG_MAPPING[name]
         known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
         require(fields.keys() <= known, "not a field of its configuration", ", ".join(sorted(fields.keys() - known)))
-        config = kind(**{field: size for field, size in SIZES["tiny"].items() if field in known} | fields)
+        with raised_as(UsageError, "wrong settings", name, Exception):
+            config = kind(**{field: size for field, size in SIZES["tiny"].items() if field in known} | fields)
     try:
         model = AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval().double()
     except Exception as e:

@@ -21,7 +21,7 @@ from benchmarks.recall.measure import n_asked
 from benchmarks.recall.tasks import FORMS, TASKS
 from benchmarks.speed import read_rows
 from lineartime.base.errors import DataError, ResourceError, UsageError, raised_as
-from lineartime.base.settings import require, require_name
+from lineartime.base.settings import require, require_counts, require_name
 from lineartime.cli.options import Device, Setting, Task, import_own, own_modules
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
@@ -51,6 +51,7 @@ class How:
     @property
     def setup(self) -> Setup:
         require(1 <= self.threads <= 1024, "wrong value", f"threads = {self.threads}", "it takes 1 to 1024")
+        check_rows(self.rows)
         return Setup(self.repeats, self.threads, pick_device(self.device).type, progress=note)
 
     def config(self, preset: str) -> ModelConfig:
@@ -62,6 +63,12 @@ class How:
         print_rows(rows)
         if self.rows is not None:
             append_json_lines(self.rows, rows)
+
+
+def check_rows(rows: Path | None) -> None:
+    """Raise ResourceError before long work if rows cannot be written to this file."""
+    if rows is not None:
+        append_json_lines(rows, ())
 
 
 def benchmark_decode(
@@ -143,7 +150,7 @@ def reproduce(
     names = tables or tuple(TABLES)
     for name in names:
         require_name("table", name, TABLES)
-    require(jobs is None or jobs >= 1, "wrong value", f"jobs = {jobs}", "it takes whole numbers from 1")
+    require_counts(jobs=jobs)
     require(texts is None or texts.is_dir(), "no such folder of texts", texts, kind=DataError)
     path, where = rows or out / "rows.jsonl", pick_device(device).type
     place = runner.Place(texts, out, path, where, jobs or (1 if where == "cuda" else os.cpu_count() or 1), note)
@@ -179,6 +186,7 @@ def recall(
         for model in [each for each in models or study.models_of(name) if each not in trained]:
             study.check(model, name, about, settings)  # a wrong one is refused before the first is trained
             todo.append((name, about, model))
+    check_rows(rows)
     results_are_files()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         for run in map(named_folder, trained):
@@ -213,6 +221,7 @@ def measure_laws(
 
     with raised_as(UsageError, "not a setting of TOML", " ".join(settings), ValueError):
         fields = tomllib.loads("\n".join(settings))
+    check_rows(rows)
     for name in names or laws.CLASSES:
         row = laws.measure(name, only, fields)
         print(*laws.lines(row), sep="\n", flush=True)

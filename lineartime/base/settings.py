@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Iterable
 from contextlib import suppress
+from numbers import Integral
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lineartime.base.errors import LineartimeError, UsageError
@@ -27,6 +28,13 @@ def require(condition: bool, what: str, where: object, todo: str | None = None,
     """Raise kind(what, where, todo) unless the condition holds."""
     if not condition:
         raise kind(what, where, todo)
+
+
+def require_counts(**counts: int | None) -> None:
+    """Raise UsageError unless each number, where it is not None, is a whole one from 1."""
+    for name, count in counts.items():
+        require(count is None or (isinstance(count, Integral) and int(count) >= 1), "wrong value",
+                f"{name} = {count!r}", "it takes whole numbers from 1")
 
 
 def require_name(kind: str, name: str, valid: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from lineartime.base.errors import DataError, LineartimeError, ResourceError, UsageError
 from lineartime.base.files import open_regular, replaced
+from lineartime.base.settings import require
 
 Name = str | Path  # a path, or an address where one may be given: a `str`, for a `Path` would lose a slash of it
 
@@ -134,6 +135,16 @@ def exists(name: Name, kind: type[LineartimeError] = DataError) -> bool:
     with reading(name, kind):
         store, path = store_of(name)
         return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
+
+
+def check_new_folder(out: Name) -> None:
+    """Raise before long work: UsageError if something has this name, ResourceError where no folder
+    can be made."""
+    require(not exists(out, ResourceError), "the output exists already", str(out), "choose another or delete it")
+    if not is_address(out):
+        parent = next(each for each in Path(os.path.abspath(out)).parents if each.exists())
+        require(parent.is_dir() and os.access(parent, os.W_OK), "cannot write", out,
+                f"{parent} is no folder that you may write to", ResourceError)
 
 
 def is_empty(folder: Name) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from lineartime.base.errors import DataError, UsageError, raised_as
 from lineartime.base.files import check_new, check_place, write_json
 from lineartime.base.ranks import connected, launched
-from lineartime.base.settings import require
+from lineartime.base.settings import require, require_counts
 from lineartime.base.stores import file_blocks, packing_of, require_there, size_of, stdin_blocks
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping, summary
@@ -48,8 +48,7 @@ class EvaluateOptions:
     device: Device = None
 
     def __post_init__(self) -> None:
-        require(self.batch_rows is None or self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}",
-                "it takes whole numbers from 1")
+        require_counts(batch_rows=self.batch_rows)
         for name in ("data", "split") if self.questions else ("evidence", "stride", "max_answer_tokens", "predictions"):
             require(getattr(self, name) == getattr(EvaluateOptions, name), "options that do not go together",
                     f"--{name.replace('_', '-')}", f"it goes {'without' if self.questions else 'with'} --questions")

@@ -20,7 +20,7 @@ import numpy as np
 
 from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_LINES_BYTES, json_sha256, write_atomically
-from lineartime.base.settings import require
+from lineartime.base.settings import require, require_counts
 from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, read_all, size_of
 from lineartime.config import LARGEST
 from lineartime.data.corpora import published_words
@@ -333,8 +333,11 @@ class Rows:
 
     def __init__(self, data: Name, split: str, context: int, *, seed: int | None = None, epoch: int = 0,
                  shifted: bool = True):
+        require_counts(context=context)
         self.stream, self.context, self.shifted = open_split(data, split), context, shifted
         self.n_rows = (len(self.stream) - 1) // context
+        require(self.n_rows > 0, "the split has no row of this context", f"{len(self.stream):,} tokens of {split}, "
+                f"context = {context:,}", "take a shorter one, or more text", DataError)
         self.order = range(self.n_rows) if seed is None else orders(seed, self.n_rows)(epoch)
 
     def __len__(self) -> int:

@@ -54,11 +54,6 @@ class KeyConv(nn.Module):
         visible_KBT1 = [(ids_BL[:, k : k + n_tokens] == segment_ids_BT)[..., None] for k in range(n_taps)]
         return weigh_tokens(row_BLS, self.taps, n_tokens, visible_KBT1)
 
-    def add_to(self, cache: Cache) -> None:
-        """Give an empty cache the places for the last tokens' z."""
-        like = next(iter(cache.tensors().values()))
-        cache.z_BKS = like.new_zeros(len(like), len(self.taps), self.taps.shape[1] // self.n_heads)
-
 
 def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, n_tokens: int, visible_KBT1: Sequence[Tensor] | None) -> Tensor:
     """The sum over k of taps[k] row[t + k], where visible, for the last t: `[B, T, S]`."""

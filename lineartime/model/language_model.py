@@ -48,6 +48,11 @@ class LanguageModel(nn.Module):
         block = ("gau",) if config.ffn == "gau" else ("attention", "ffn")
         self.layers = nn.ModuleList(layer_class(name)(config.of_layer(name) if config.layers else config)
                                     for name in config.layers or block * config.n_layers)
+        rotated = [(kind.qk_width, kind.rope_base, kind.n_rotated) for kind in config.kinds]
+        for c in (layer.config for layer in self.residual_layers()):  # `sequence_info` makes the angles of all
+            rope = (c.qk_width, c.rope_base, c.n_rotated)
+            require(rope in rotated, "a layer's heads and RoPE are the model's", "width, rope_base, features rotated = "
+                    f"{rope}", "leave query_key_dim, n_heads, rope_base and rotary_dim as the layer is given them")
         self.layers_per_block = len(self.layers) // config.n_layers
         self.norm = make_norm(config, config.head_norm)
         self.head_weight = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.d_model))
@@ -116,12 +121,11 @@ class LanguageModel(nn.Module):
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
-            if info.inputs is not None and layer.attends:
-                x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info, next(remaining))
-            elif self.activation_checkpointing and self.training:
+            cache = next(remaining, None) if layer.attends else None
+            if self.activation_checkpointing and self.training and cache is None:
                 x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
             else:
-                x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info)
+                x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info, cache)
         assert delta_BTD is not None
         return x_BTD + delta_BTD
 

@@ -366,11 +366,11 @@ class ResidualLayer(nn.Module):
         if not self.attends:
             return []
         check_rules(self.config, self.config.decoding_rules())
-        cache = self.empty_cache(n_rows)
-        if (key_conv := getattr(self, "key_conv", None)) is not None:
-            key_conv.add_to(cache)
-        if self.config.token_shift:
-            cache.shift_BKF = self.like.new_zeros(n_rows, 1, self.config.d_model // 2)
+        cache, c = self.empty_cache(n_rows), self.config
+        if getattr(self, "key_conv", None) is not None:
+            cache.z_BKS = self.like.new_zeros(n_rows * c.n_heads, c.key_conv, c.qk_width)
+        if c.token_shift:
+            cache.shift_BKF = self.like.new_zeros(n_rows, 1, c.d_model // 2)
         return [cache]
 
     def keep_scores(self, old: ModelConfig) -> None:

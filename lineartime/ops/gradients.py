@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import tiles
+from lineartime.ops.reference import add_shifted
 from lineartime.ops.tiles import HALF, SIZE, dot, head_product, load_tile, silu, store_tile
 
 BASE_TILE = 16  # Tokens per program for heads or dz. A multiprocessor holds one program of 32, three of 16.
@@ -239,19 +240,6 @@ def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> 
     total = add_shifted(of_queries.flip(0), bm)
     before = (n - 1) * bn + (first_tile + n_query_tiles - 1) * bm + 1 - row_len  # entries before those of dw
     return F.pad(total, [-before, before + 2 * row_len - 1 - len(total)])
-
-
-def add_shifted(lines: Tensor, step: int) -> Tensor:
-    """The sum over the first axis of lines along the last one, line i shifted by i `step`."""
-    # Blocks of `step` entries. In one long list with n_lines empty blocks behind each line, reading
-    # rows that are one block shorter than that shifts each line by one block more than the line
-    # before it.
-    n_lines, length = lines.shape[0], lines.shape[-1]
-    blocks = F.pad(lines, [0, -length % step]).unflatten(-1, (-1, step)).movedim(-2, 1)
-    n_blocks = blocks.shape[1]
-    padded = F.pad(blocks, [0, 0] * (blocks.dim() - 2) + [0, n_lines]).flatten(0, 1)
-    shifted = padded[: n_lines * (n_blocks + n_lines - 1)].unflatten(0, (n_lines, -1))
-    return shifted.sum(0).movedim(0, -2).flatten(-2)
 
 
 @triton.jit

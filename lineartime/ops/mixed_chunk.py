@@ -182,19 +182,6 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
 
 
 @triton.jit
-def gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD: tl.constexpr):
-    """silu(u), the gate of what attention returns; BACKWARD: what multiplies it for du.
-
-    Backward, u and dout are loaded again: keeping them would take too many registers."""
-    u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
-    if BACKWARD:
-        by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
-    else:
-        by = silu(u)
-    return by
-
-
-@triton.jit
 def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                    KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -262,8 +249,12 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         for j in tl.static_range(N):
             tile = (ROUND * KEPT + j) * BN
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
-        if GATED:
-            by = gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD)
+        if GATED:  # u and dout are loaded again: keeping them would take too many registers
+            u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
+            if BACKWARD:
+                by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
+            else:
+                by = silu(u)
             acc = tl.where(finish, acc * by, acc)
         if GATED or not BACKWARD:
             store_tile(result + here * width, query, column, n_here, width, acc)
@@ -402,6 +393,40 @@ def make_document_tables(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: i
     return DocumentTables(ids_BT, begins_BT, ends_BT, torch.stack([before_BG, after_BG]), each_BT)
 
 
+class FlashInputs(NamedTuple):
+    """What the custom op takes, contiguous. Heads are made from z; or `heads` of 128 dimensions are
+    given, then uvz has no z, and gamma, beta, sin and cos are None. Not gated, uvz is v."""
+
+    uvz: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    sin: Tensor | None
+    cos: Tensor | None
+    heads: Tensor | None
+    w: Tensor
+    past: Tensor | None  # the sums that enter the rows, past_RBSE, float32
+    ids: Tensor | None  # this and the next four: `DocumentTables`
+    begins: Tensor | None
+    ends: Tensor | None
+    scales: Tensor
+    each: Tensor | None
+    chunk_size: int
+    causal: bool
+    carries: bool  # whether the sums that leave the rows are wanted
+    gated: bool
+
+    @property
+    def made_by(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What makes heads from z."""
+        assert self.gamma is not None and self.beta is not None and self.sin is not None and self.cos is not None
+        return self.gamma, self.beta, self.sin, self.cos
+
+    @property
+    def width_of_v(self) -> int:
+        """E: columns of u and of v in the projection."""
+        return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // (2 if self.gated else 1)
+
+
 class Tiles(NamedTuple):
     """Tile sizes of a kernel, its warps and its pipeline stages.
 
@@ -440,17 +465,16 @@ def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "querie
     return Tiles(64, 128, 16 if of == "queries" else 32, 4, 3, 2)
 
 
-def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: DocumentTables, chunk_size: int,
-                backward: bool, first_RBSE: Tensor | None = None, last_RBSE: Tensor | None = None, *,
-                gated: bool = True) -> tuple[Tensor, Tensor]:
+def make_states(given: FlashInputs, x_BTE: Tensor, heads_4BTS: Tensor, first_RBSE: Tensor | None,
+                last_RBSE: Tensor | None, *, backward: bool) -> tuple[Tensor, Tensor]:
     """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient
     of the sum that each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz. Not gated v
     and do are x.
 
     x_BTE: v before silu, or backward dout. first_RBSE, last_RBSE: see `walk_states`; float32."""
-    n_rows, n_tokens, f = uvz_BTF.shape
+    uvz_BTF, (n_rows, n_tokens, f) = given.uvz, given.uvz.shape
     s, e = heads_4BTS.shape[-1], x_BTE.shape[-1]
-    n_directions, _, n_chunks = documents.scales_RBG.shape
+    n_directions, _, n_chunks = given.scales.shape
     x_out_BTE = uvz_BTF.new_empty(n_rows, n_tokens, e)
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
     few = 16 if tile_class(uvz_BTF.device) == "small" else 32
@@ -459,76 +483,36 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     # One level walks a row. Few rows of many chunks would leave a GPU idle, so they get two.
     whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS
     n_places = n_rows if whole else n_rows * n_chunks
-    begins, ends = documents.begins_BT, documents.ends_BT
     for r in range(n_directions):
-        scales, states = documents.scales_RBG[r], states_RBGSE[r]
+        scales, states = given.scales[r], states_RBGSE[r]
         sums = states if whole else torch.empty_like(states, dtype=torch.float32)
         first, last = (None if x is None else x[r] for x in (first_RBSE, last_RBSE))
         walk_states[(n_tiles * n_places,)](
-            x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, begins, ends, scales, first, last, x_out_BTE, sums, n_tokens,
-            n_chunks, e, f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward,
-            DOCUMENTS=ends is not None, WHOLE=whole, GATED=gated, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+            x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, given.begins, given.ends, scales, first, last, x_out_BTE, sums,
+            n_tokens, n_chunks, e, f, C=given.chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward,
+            DOCUMENTS=given.ends is not None, WHOLE=whole, GATED=given.gated, num_warps=tiles.n_warps,
+            num_stages=tiles.n_stages)
         if not whole:
             scan_states[triton.cdiv(s * e, SCAN_COLUMNS), n_rows](
-                sums, begins, ends, scales, first, last, states, n_tokens, n_chunks, s * e, C=chunk_size,
-                BLOCK=SCAN_COLUMNS, R=r, BACKWARD=backward, DOCUMENTS=ends is not None)
+                sums, given.begins, given.ends, scales, first, last, states, n_tokens, n_chunks, s * e,
+                C=given.chunk_size, BLOCK=SCAN_COLUMNS, R=r, BACKWARD=backward, DOCUMENTS=given.ends is not None)
     return x_out_BTE, states_RBGSE
 
 
-def run_rounds(kernel: triton.JITFunction, of: Literal["out", "queries", "keys"], given: Sequence[Tensor],
-               documents: DocumentTables, made: Sequence[Tensor | None], chunk_size: int, causal: bool,
-               **flags: bool) -> None:
+def run_rounds(kernel: triton.JITFunction, of: Literal["out", "queries", "keys"], given: FlashInputs,
+               read: Sequence[Tensor], written: Sequence[Tensor | None], **flags: bool) -> None:
     """Launch `attend_queries` or `differentiate_keys`, once for each round.
 
-    given, made: their arguments before and behind the tables of documents; `given` begins with uvz,
-    heads and v."""
-    uvz, _, v, *_ = given
-    tiles, n_chunks = attention_tiles(uvz.dtype, causal, of, tile_class(uvz.device)), documents.scales_RBG.shape[-1]
+    read, written: their arguments between uvz and w, and behind the tables of documents."""
+    uvz, c, causal, (n_rows, n_tokens, f) = given.uvz, given.chunk_size, given.causal, given.uvz.shape
+    tiles, n_chunks = attention_tiles(uvz.dtype, causal, of, tile_class(uvz.device)), given.scales.shape[-1]
     # Enough rounds for the weights of all tiles, and at least one per direction.
-    for number in range(max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)):
-        kernel[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
-            *given, documents.begins_BT, documents.ends_BT, documents.each_BT, *made, uvz.shape[1], n_chunks,
-            v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys, BE=tiles.columns, BS=tiles.inner,
-            KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None,
+    for number in range(max(triton.cdiv(c // tiles.keys, tiles.kept), 1 if causal else 2)):
+        kernel[n_chunks * (c // tiles.rows), n_rows](
+            uvz, *read, given.w, given.begins, given.ends, given.each, *written, n_tokens, n_chunks,
+            given.width_of_v, f, C=c, BM=tiles.rows, BN=tiles.keys, BE=tiles.columns, BS=tiles.inner,
+            KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=given.ends is not None, GATED=given.gated,
             num_warps=tiles.n_warps, num_stages=tiles.n_stages, **flags)
-
-
-class FlashInputs(NamedTuple):
-    """What the custom op takes, contiguous. Heads are made from z; or `heads` of 128 dimensions are
-    given, then uvz has no z, and gamma, beta, sin and cos are None. Not gated, uvz is v."""
-
-    uvz: Tensor
-    gamma: Tensor | None
-    beta: Tensor | None
-    sin: Tensor | None
-    cos: Tensor | None
-    heads: Tensor | None
-    w: Tensor
-    past: Tensor | None  # the sums that enter the rows, past_RBSE, float32
-    ids: Tensor | None  # this and the next four: `DocumentTables`
-    begins: Tensor | None
-    ends: Tensor | None
-    scales: Tensor
-    each: Tensor | None
-    chunk_size: int
-    causal: bool
-    carries: bool  # whether the sums that leave the rows are wanted
-    gated: bool
-
-    @property
-    def documents(self) -> DocumentTables:
-        return DocumentTables(self.ids, self.begins, self.ends, self.scales, self.each)
-
-    @property
-    def made_by(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What makes heads from z."""
-        assert self.gamma is not None and self.beta is not None and self.sin is not None and self.cos is not None
-        return self.gamma, self.beta, self.sin, self.cos
-
-    @property
-    def width_of_v(self) -> int:
-        """E: columns of u and of v in the projection."""
-        return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // (2 if self.gated else 1)
 
 
 @on_own_device
@@ -539,16 +523,15 @@ def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     the backward pass reads again: the heads made here, v after silu, and the states that enter each
     chunk. In bfloat16 they take 5.6 KB per token and layer at 110 M, and save 9.2 KB of traffic."""
     given = FlashInputs(*inputs)
-    uvz, heads, e, documents = given.uvz, given.heads, given.width_of_v, given.documents
+    uvz, heads, e = given.uvz, given.heads, given.width_of_v
     made = uvz.new_empty(0)
     if heads is None:
         made = heads = launch_make_heads(uvz, *given.made_by)
     left = torch.empty_like(given.past) if given.carries and given.past is not None else None
-    v, states = make_states(uvz, uvz[..., e : 2 * e] if given.gated else uvz, heads, documents, given.chunk_size,
-                            backward=False, first_RBSE=given.past, last_RBSE=left, gated=given.gated)
+    before = uvz[..., e : 2 * e] if given.gated else uvz
+    v, states = make_states(given, before, heads, given.past, left, backward=False)
     out = uvz.new_empty(*uvz.shape[:2], e, dtype=wide_dtype(uvz))
-    run_rounds(attend_queries, "out", (uvz, heads, v, states, given.w), documents, (out, None, None, None),
-               given.chunk_size, given.causal, BACKWARD=False, GATED=given.gated)
+    run_rounds(attend_queries, "out", given, (heads, v, states), (out, None, None, None), BACKWARD=False)
     return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
 
 
@@ -570,19 +553,14 @@ def flash_backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor,
     was not given. dleft: the gradient of the sums that leave the rows. heads, v, states: from
     `flash_forward`."""
     given = FlashInputs(*inputs)
-    uvz, w, documents, chunk_size, causal = given.uvz, given.w, given.documents, given.chunk_size, given.causal
-    gated = given.gated
+    uvz, w, c = given.uvz, given.w, given.chunk_size
     # The gradients of states, of u and q_lin, of v and k_lin, of q, k and the bias, of z.
     dpast = None if given.past is None else torch.empty_like(given.past)
-    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast,
-                              gated=gated)
+    do, dstates = make_states(given, dout, heads, dleft, dpast, backward=True)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), given.scales.new_empty(0)
-    run_rounds(attend_queries, "queries", (uvz, heads, v, states, w), documents, (None, dout, duvz, dheads[2]),
-               chunk_size, causal, BACKWARD=True, GATED=gated)
-    run_rounds(differentiate_keys, "keys", (uvz, heads, v, do, dstates, w), documents, (duvz, dheads[3]), chunk_size,
-               causal, GATED=gated)
-    dw = score_gradients(heads, v, do, w, given.ids, given.each, dheads, row_len=chunk_size, scale_len=chunk_size,
-                         causal=causal)
+    run_rounds(attend_queries, "queries", given, (heads, v, states), (None, dout, duvz, dheads[2]), BACKWARD=True)
+    run_rounds(differentiate_keys, "keys", given, (heads, v, do, dstates), (duvz, dheads[3]))
+    dw = score_gradients(heads, v, do, w, given.ids, given.each, dheads, row_len=c, scale_len=c, causal=given.causal)
     dpast = none.clone() if dpast is None else dpast
     if given.heads is not None:
         return duvz, none, none.clone(), dheads, dw.to(w.dtype), dpast
@@ -604,9 +582,8 @@ def save_for_flash_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
     _, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
-    *tensors, chunk_size, causal, carries, gated = inputs
-    ctx.how = chunk_size, causal, carries, gated
-    ctx.save_for_backward(*kept, *tensors)
+    ctx.how = inputs[-4:]  # what is no tensor
+    ctx.save_for_backward(*kept, *inputs[:-4])
 
 
 def flash_gradients(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -656,43 +633,36 @@ def attention_in_kernels(uvz_BTF: Tensor, heads: Heads, w: Tensor | None = None,
         segment_ids_BT = reference.ids_or_zeros(segment_ids_BT, uvz_BTF)
         past = _, count_RB = past_of_rows(uvz_BTF, heads, gate_BT, segment_ids_BT, causal, exchange, gated)
         of_gates = lambda *_: count_RB[..., None]  # noqa: E731
-    attend = partial(attend_documents, w=reference.bias_or_zeros(w, uvz_BTF, chunk_size), exchange=exchange,
-                     chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT, pooling=pooling, gated=gated)
-    if isinstance(heads, HeadsFromZ):
-        return attend(uvz_BTF, heads, None, past)
-    heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, of_gates)
-    if past is not None and gate_BT is not None:  # the tables only need to know that there may be tokens outside
-        past = past[0], torch.ones_like(past[1])
-    out_BTE = attend(uvz_BTF, [None] * 4, with_zeros(torch.stack(list(heads)), -1), past)
-    if isinstance(exchange, CarriedState) and isinstance(of_gates, CarriedState) and gate_BT is not None:
-        exchange.count_B = of_gates.count_B
+    made_by: Sequence[Tensor | None] = heads
+    heads_4BTS: Tensor | None = None
+    if not isinstance(heads, HeadsFromZ):
+        heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, of_gates)
+        made_by, heads_4BTS = [None] * 4, with_zeros(torch.stack(list(heads)), -1)
+        if past is not None and gate_BT is not None:  # the tables only need to know that there may be tokens outside
+            past = past[0], torch.ones_like(past[1])
+    # The tables of documents, contiguous tensors, and the kernels.
+    w, (n_rows, n_tokens, _) = reference.bias_or_zeros(w, uvz_BTF, chunk_size), uvz_BTF.shape
+    kv_RBSE, before_RB = (None, None) if past is None else past
+    refuse_forward_mode(uvz_BTF, *made_by, heads_4BTS, w, kv_RBSE, before_RB)
+    carries = isinstance(exchange, CarriedState)
+    documents = make_document_tables(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
+                                     "mean" if pooling == "mean" else "sum", uvz_BTF.device, before_RB, goes_on=carries)
+    past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
+    tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
+    out_BTE, left_RBSE, *_ = flash_op(*tensors, past_RBSE, *documents, chunk_size, causal, carries, gated)
+    # The next part gets the last document's sums, without added zeros, and its tokens or gates.
+    if isinstance(exchange, CarriedState):
+        kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
+        exchange.kv_BSE = left_RBSE[0, :, : kv_BSE.shape[1]].to(kv_BSE.dtype)
+        n_left_B = n_tokens + count_B if begins_BT is None else n_tokens - begins_BT[:, -1]
+        if gate_BT is not None and isinstance(of_gates, CarriedState):
+            n_left_B = of_gates.count_B
+        exchange.count_B = n_left_B.to(count_B.dtype)
     return out_BTE
 
 
 gated_chunk_attention = partial(attention_in_kernels, gated=True)
 chunk_attention = partial(attention_in_kernels, gated=False)
-
-
-def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None,
-                     past: tuple[Tensor, Tensor] | None, *, w: Tensor, exchange: Exchange | None, chunk_size: int,
-                     causal: bool, segment_ids_BT: Tensor | None, pooling: str, gated: bool) -> Tensor:
-    """Run `flash_op`; a `CarriedState` gets what leaves. past: kv_RBSE and count_RB that enter."""
-    # The tables of documents, contiguous tensors, and the kernels.
-    (n_rows, n_tokens, _), carries = uvz_BTF.shape, isinstance(exchange, CarriedState)
-    kv_RBSE, count_RB = (None, None) if past is None else past
-    refuse_forward_mode(uvz_BTF, *made_by, heads_4BTS, w, kv_RBSE, count_RB)
-    documents = make_document_tables(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
-                                  "mean" if pooling == "mean" else "sum", uvz_BTF.device, count_RB, goes_on=carries)
-    past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
-    tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
-    out_BTE, left_RBSE, *_ = flash_op(*tensors, past_RBSE, *documents, chunk_size, causal, carries, gated)
-    # The next part gets the last document's sums, without added zeros, and its tokens.
-    if isinstance(exchange, CarriedState):
-        kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
-        exchange.kv_BSE = left_RBSE[0, :, : kv_BSE.shape[1]].to(kv_BSE.dtype)
-        n_left_B = n_tokens + count_B if begins_BT is None else n_tokens - begins_BT[:, -1]
-        exchange.count_B = n_left_B.to(count_B.dtype)
-    return out_BTE
 
 
 def with_zeros(x: Tensor, axis: int) -> Tensor:

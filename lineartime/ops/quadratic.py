@@ -94,34 +94,6 @@ def split_columns(tile):
     return tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2]), [0, 2, 1]))
 
 
-def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
-                 out: Tensor, scale_len: float, causal: bool, *, of_queries: bool, backward: bool) -> None:
-    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time.
-
-    gate and out: contiguous but for the stride of tokens."""
-    n_batch, n_tokens, e = values.shape
-    # A tile of weights: own rows, others, columns of a head at a time, warps, stages of the loop.
-    # Own rows are queries and others keys, or the reverse. Of sums: own rows, columns, others.
-    wide = values.dtype == torch.float32
-    bm, bn, bs, warps, stages = (64, 64, 32, 8, 2) if wide else (128, 128, 64, 8, 2)
-    own, be, bk, sum_warps, sum_stages = (64, 64, 32, 8, 2) if wide else (128, 256, 64, 8, 3)  # bk divides bm and bn
-    # q and k for queries, k and q for keys; the bias with room for the distances of whole tiles.
-    own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
-    w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
-    # A buffer holds the weights of several rows, or of some tiles of one, again and again.
-    parts = score_parts(n_batch, n_tokens, bm, bn)
-    weights = values.new_empty(parts[0].n_rows, parts[0].n_tiles * bm, parts[0].n_keys)
-    for part in parts:
-        weigh[part.n_tiles * part.n_keys // bn, part.n_rows](
-            own_head, other_head, w_padded, documents, weights, part.first_row, part.first_tile * bm, n_tokens,
-            weights.stride(0), weights.stride(1), 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
-            DOCUMENTS=documents is not None, BM=bm, BN=bn, BS=bs, num_warps=warps, num_stages=stages)
-        add_up[triton.cdiv(part.n_tiles * bm, own) * triton.cdiv(e, be), part.n_rows](
-            weights, values, gate, dout, out, part.first_row, part.first_tile * bm, n_tokens, e, weights.stride(0),
-            weights.stride(1), gate.stride(1), out.stride(1), OF_QUERIES=of_queries, BACKWARD=backward, CAUSAL=causal,
-            BM=own, BE=be, BK=bk, num_warps=sum_warps, num_stages=sum_stages)
-
-
 class QuadInputs(NamedTuple):
     """What the custom op takes, contiguous. documents: int32."""
 
@@ -136,14 +108,41 @@ class QuadInputs(NamedTuple):
     causal: bool
 
 
+def sum_weighted(given: QuadInputs, heads: Tensor, values: Tensor, gate: Tensor, dout: Tensor | None, out: Tensor, *,
+                 of_queries: bool, backward: bool) -> None:
+    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time.
+
+    gate and out: contiguous but for the stride of tokens."""
+    n_batch, n_tokens, e = values.shape
+    # A tile of weights: own rows, others, columns of a head at a time, warps, stages of the loop.
+    # Own rows are queries and others keys, or the reverse. Of sums: own rows, columns, others.
+    wide = values.dtype == torch.float32
+    bm, bn, bs, warps, stages = (64, 64, 32, 8, 2) if wide else (128, 128, 64, 8, 2)
+    own, be, bk, sum_warps, sum_stages = (64, 64, 32, 8, 2) if wide else (128, 256, 64, 8, 3)  # bk divides bm and bn
+    # q and k for queries, k and q for keys; the bias with room for the distances of whole tiles.
+    own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
+    w_padded = F.pad(given.w.float() * given.scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
+    # A buffer holds the weights of several rows, or of some tiles of one, again and again.
+    parts = score_parts(n_batch, n_tokens, bm, bn)
+    weights = values.new_empty(parts[0].n_rows, parts[0].n_tiles * bm, parts[0].n_keys)
+    for part in parts:
+        weigh[part.n_tiles * part.n_keys // bn, part.n_rows](
+            own_head, other_head, w_padded, given.documents, weights, part.first_row, part.first_tile * bm, n_tokens,
+            weights.stride(0), weights.stride(1), 1 / given.scale_len, OF_QUERIES=of_queries, CAUSAL=given.causal,
+            DOCUMENTS=given.documents is not None, BM=bm, BN=bn, BS=bs, num_warps=warps, num_stages=stages)
+        add_up[triton.cdiv(part.n_tiles * bm, own) * triton.cdiv(e, be), part.n_rows](
+            weights, values, gate, dout, out, part.first_row, part.first_tile * bm, n_tokens, e, weights.stride(0),
+            weights.stride(1), gate.stride(1), out.stride(1), OF_QUERIES=of_queries, BACKWARD=backward,
+            CAUSAL=given.causal, BM=own, BE=be, BK=bk, num_warps=sum_warps, num_stages=sum_stages)
+
+
 @on_own_device
 def quad_forward(*inputs: Any) -> Tensor:
     """`gated_quadratic_attention` of `QuadInputs`."""
     given, out = QuadInputs(*inputs), empty_quad_output(*inputs)
     e = out.shape[-1]
     heads, v = launch_make_heads(given.uvz, *given[1:5]), F.silu(given.uvz[..., e : 2 * e]).contiguous()
-    sum_weighted(heads, v, given.w, given.documents, given.uvz, None, out, given.scale_len, given.causal,
-                 of_queries=True, backward=False)
+    sum_weighted(given, heads, v, given.uvz, None, out, of_queries=True, backward=False)
     return out
 
 
@@ -156,7 +155,7 @@ def empty_quad_output(*inputs: Any) -> Tensor:
 def quad_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta and w, the last three in float32."""
     given = QuadInputs(*inputs)
-    uvz, w, documents, scale_len, causal = given.uvz, given.w, given.documents, given.scale_len, given.causal
+    uvz = given.uvz
     # Heads, v and do are made again: the forward pass keeps only its inputs.
     e = dout.shape[-1]
     heads = launch_make_heads(uvz, *given[1:5])
@@ -164,11 +163,10 @@ def quad_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, T
     v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).to(uvz.dtype).contiguous()
     # The gradients of u and v by weights times values, then of q, k, the bias, and z.
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
-    sum_weighted(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
-    sum_weighted(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False,
-                 backward=True)
-    dw = score_gradients(heads, v, do, w, documents, None, dheads, row_len=uvz.shape[1], scale_len=scale_len,
-                         causal=causal)
+    sum_weighted(given, heads, v, u, dout, duvz, of_queries=True, backward=True)
+    sum_weighted(given, heads, do, v_before, None, duvz[..., e:], of_queries=False, backward=True)
+    dw = score_gradients(heads, v, do, given.w, given.documents, None, dheads, row_len=uvz.shape[1],
+                         scale_len=given.scale_len, causal=given.causal)
     dgamma, dbeta = base_gradient(uvz, dheads, given.gamma, given.sin, given.cos, duvz)
     return duvz, dgamma, dbeta, dw
 
@@ -180,9 +178,8 @@ def empty_quad_gradients(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Te
 
 
 def save_for_quad_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, scale_len, causal = inputs
-    ctx.how = scale_len, causal
-    ctx.save_for_backward(*tensors)
+    ctx.how = inputs[-2:]  # what is no tensor
+    ctx.save_for_backward(*inputs[:-2])
 
 
 def quad_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

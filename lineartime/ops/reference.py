@@ -64,6 +64,13 @@ def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
     return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
 
 
+def add_shifted(lines: Tensor, step: int) -> Tensor:
+    """The sum over the first axis of lines along the last one, line i shifted by i `step`."""
+    length = lines.shape[-1]  # of a line, the block that `fold` adds to what overlaps with it
+    size = (1, (lines.shape[0] - 1) * step + length)
+    return F.fold(lines.movedim(0, -1), size, (1, length), stride=(1, step))[..., 0, 0, :]
+
+
 def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
     """`[B, T, ...]` as `[B, G, C, ...]`, padded with `fill`; in `torch.export` two more chunks."""
     # There T may be symbolic: G is then more than 2, and unfold does not compare lengths.

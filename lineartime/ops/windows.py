@@ -45,9 +45,9 @@ def call(name: str, like: Tensor, *args: Tensor | int | None) -> None:
     function(*map(ctypes.c_int64, numbers))
 
 
-def table(tensors_BTS: Iterable[Tensor], parts: Parts = ()) -> Tensor:
-    """Where tensors are, with heads and factors: `Part` of training.c."""
-    rows = [[0, x.data_ptr(), *x.stride()[:2], 0, 0, 0] for x in tensors_BTS]
+def table(tensors_BTF: Iterable[Tensor], s: int, parts: Parts = ()) -> Tensor:
+    """Where each S columns of tensors are, with heads and factors: `Part` of training.c."""
+    rows = [[0, x.data_ptr(), *x.stride()[:2], 0, 0, 0] for x_BTF in tensors_BTF for x in x_BTF.split(s, -1)]
     for row, (head, factor_BT) in zip(rows, parts, strict=False):
         row[0], row[4:] = head, [factor_BT.data_ptr(), *factor_BT.stride()]
     return torch.tensor(rows)
@@ -159,7 +159,7 @@ class Inputs(NamedTuple):
     def how(self) -> list[Tensor | None]:
         """What makes heads, for training.c: z, gamma, beta, sin, cos; heads that are given."""
         if self.z_BTS is NO_TOKENS:
-            return [NO_TOKENS, None, None, NO_TOKENS, NO_TOKENS, table(self.heads)]
+            return [NO_TOKENS, None, None, NO_TOKENS, NO_TOKENS, table(self.heads, self.heads[0].shape[-1])]
         return [self.z_BTS, *self.heads, None]
 
 
@@ -206,7 +206,7 @@ def open_window(inputs: Inputs, documents: DocumentWeights, bias_CC: Tensor, s: 
     widths = [s, s, *[f, f] * documents.linear, *[s, s] * (here.own_BGC is not None)]
     heads = [v_BTE.new_empty(n_rows, n_tokens, width) for width in widths]
     call("heads", v_BTE, n_rows, n_tokens, s, 4 if documents.linear else 2, *inputs.how(), len(parts),
-         table(columns(heads, s), parts))
+         table(heads, s, parts))
     # The blocks of scores.
     size = SCORE_BLOCK * (1 + (v_BTE.dtype == torch.bfloat16)) if here.causal else c
     blocks = [(slice(first, min(first + size, c)), slice(0, min(first + size, c))) for first in range(0, c, size)]
@@ -214,11 +214,6 @@ def open_window(inputs: Inputs, documents: DocumentWeights, bias_CC: Tensor, s: 
         (int(here.causal and chunks.start == 0), g), (0, g - int(here.causal and is_last))))
     return span, Window(inputs, parts, v_BTE.reshape(-1, c, e), [x.view(-1, c, x.shape[-1]) for x in heads], bias_CC,
                         None if here.ids_BGC is None else here.ids_BGC.flatten(0, 1).contiguous(), blocks, reads, makes)
-
-
-def columns(tensors_BTF: Iterable[Tensor], s: int) -> list[Tensor]:
-    """The columns of heads, `[B, T, S]`, in the order of `DocumentWeights.parts`."""
-    return [x_BTS for x_BTF in tensors_BTF for x_BTS in x_BTF.split(s, -1)]
 
 
 def live_chunks(n_rows: int, n_chunks: int, first: int, stop: int) -> list[slice]:
@@ -381,9 +376,7 @@ def differentiate_rows(dout_BTE: Tensor, inputs: Inputs, s: int, w: Tensor, atte
                                        dbias_CC)
         differentiate_inputs(window, s, dheads, dv_NCE.view(dinputs.v_BTE.shape), dinputs)
     # The transpose of `reference.toeplitz`: [i, j] is of the distance j - i, at j - i + C - 1.
-    index_C = torch.arange(chunk_size, device=w.device)
-    at_CC = index_C - index_C[:, None] + chunk_size - 1
-    return dbias_CC.new_zeros(2 * chunk_size - 1).index_add_(0, at_CC.flatten(), dbias_CC.flatten()).to(w.dtype)
+    return reference.add_shifted(dbias_CC.flip(0), 1).to(w.dtype)
 
 
 def differentiate_inputs(window: Window, s: int, dheads_NCF: Iterable[Tensor], dv_BTE: Tensor,
@@ -392,11 +385,11 @@ def differentiate_inputs(window: Window, s: int, dheads_NCF: Iterable[Tensor], d
     gamma and beta they are added."""
     (n_rows, n_tokens, _), n_heads = dv_BTE.shape, 4 if len(window.heads_NCF) > 2 else 2
     z, gamma, _, sin, cos, _ = window.inputs.how()
-    given = None if gamma is not None else table(gradients.heads)
+    given = None if gamma is not None else table(gradients.heads, s)
     sums = window.bias_CC.new_zeros(-(-n_rows * n_tokens // SUM_BLOCK), 2, n_heads, s)
-    dheads_BTS = columns((x.view(n_rows, n_tokens, x.shape[-1]) for x in dheads_NCF), s)
+    dheads_BTF = [x.view(n_rows, n_tokens, x.shape[-1]) for x in dheads_NCF]
     call("unheads", dv_BTE, n_rows, n_tokens, s, n_heads, z, gamma, sin, cos, given, len(window.parts),
-         table(dheads_BTS, window.parts), gradients.z_BTS, sums.flatten(), SUM_BLOCK)
+         table(dheads_BTF, s, window.parts), gradients.z_BTS, sums.flatten(), SUM_BLOCK)
     if given is None:
         for total_NS, sum_NS in zip(gradients.heads, sums.sum(0), strict=True):
             total_NS[:n_heads] += sum_NS

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.base.settings import PRECISIONS, require, require_counts, require_name
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
@@ -85,9 +85,8 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str], *, m
     max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only
     rounding. precision: the type of matrix products, "float32" or "bfloat16". progress gets the
     number of tokens read. Raises UsageError for wrong values, DataError for unknown characters."""
-    for name, value in (("max_tokens", max_tokens), ("batch_rows", batch_rows)):
-        require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
-                f"{name} = {value}", "it takes whole numbers from 1")
+    require_counts(max_tokens=max_tokens, batch_rows=batch_rows)
+    require(not isinstance(texts, str), "these are the letters of one text", "embed", "give a list of texts")
     require_name("precision", precision, PRECISIONS)
     device, n_read = model.embed.weight.device, 0
     documents = [document_ids(tokenizer, text, max_tokens) for text in texts]

@@ -13,7 +13,7 @@ import torch
 
 from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks, gather_rows
-from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.base.settings import PRECISIONS, require, require_counts, require_name
 from lineartime.base.stores import Name
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, row_starts, words_and_bytes
@@ -105,10 +105,9 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     is too long, another precision, and data with more tokens than the model or without its [MASK];
     NumericsError for a loss that is not finite."""
     require_name("precision", precision, PRECISIONS)
+    require_counts(context=context, batch_rows=batch_rows, max_tokens=max_tokens)
     context = model.config.context if context is None else context
-    require(1 <= context <= MOST_CONTEXT and (batch_rows is None or batch_rows >= 1), "wrong value",
-            f"batch_rows = {batch_rows}, context = {context}",
-            f"they take whole numbers from 1, a context up to {MOST_CONTEXT:,}")
+    require(context <= MOST_CONTEXT, "wrong value", f"context = {context}", f"at most {MOST_CONTEXT:,}")
     model.check_length(context)
     require(stream.vocab_size <= model.config.vocab_size, "the data have more tokens than the model",
             f"{stream.vocab_size:,} and {model.config.vocab_size:,}", "prepare them with the model's --tokenizer")

@@ -18,6 +18,7 @@ from lineartime.base.files import open_regular, read_json, write_atomically, wri
 from lineartime.base.ranks import ALONE, Ranks, gather_json
 from lineartime.base.settings import require
 from lineartime.config import TrainConfig, to_dict
+from lineartime.data.tokens import DATA_MANIFEST
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.ordered import ParameterPart, parameter_parts
 from lineartime.training.plot import PLOT_FILE
@@ -60,7 +61,7 @@ class Run:
             if path.exists():  # of a run that has saved nothing, or somebody's own
                 folders.read_run(out)
             else:
-                for name in (SAMPLE_FILE, PLOT_FILE):
+                for name in (SAMPLE_FILE, PLOT_FILE, DATA_MANIFEST):
                     require(not (out / name).exists(), "a file that is no run's", out / name, "give another --out")
             description = {"id": secrets.token_hex(8), **description}
             write_json(path, description)

@@ -107,7 +107,7 @@ def fitted_settings(preset: ModelConfig, settings: dict[str, Any], given: dict[s
         micro = n_rows * context
     is_pairs = preset.ffn != "gau"
     fitted: dict[str, Any] = {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
-              "warmup_steps": max(steps // (5 if is_pairs else 20), 1),
+              "warmup_steps": max(steps // (5 if is_pairs else 20), min(steps - 1, 1)),
               "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
     if is_pairs:  # the most heads of an even width of at least 64; 1 for a narrow model
         fitted["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 
-from lineartime.base.errors import ResourceError, UsageError
+from lineartime.base.errors import UsageError
 from lineartime.base.files import damaged, new_folder, system_errors
 from lineartime.base.settings import field_text, require
-from lineartime.base.stores import Name, exists, is_address, uploaded
+from lineartime.base.stores import Name, check_new_folder, is_address, uploaded
 from lineartime.base.words import Progress, in_markdown, installed_version, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.data.mixture import read_mixture
@@ -41,7 +41,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     data: the prepared text, by default the run's folder. about: the card's beginning, in Markdown.
     progress counts scored tokens. Raises UsageError if `out` exists, `run` is no run of a language
     model, or the data is not the run's; CheckpointError for damage, ResourceError for the disk."""
-    require(not exists(out, ResourceError), "the output exists already", str(out), "choose another or delete it")
+    check_new_folder(out)
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)
     model, tokenizer, facts = load_model(run)

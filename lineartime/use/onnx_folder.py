@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from onnx import ModelProto
 
-from lineartime.base.errors import ResourceError
 from lineartime.base.files import new_folder, system_errors
-from lineartime.base.settings import require
-from lineartime.base.stores import Name, exists, is_address, uploaded
+from lineartime.base.stores import Name, check_new_folder, is_address, uploaded
 from lineartime.data.tokenizer import PAD, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from lineartime.folders import CONFIG_FILE
 from lineartime.model.language_model import LanguageModel, token_losses
@@ -36,7 +34,7 @@ def export_onnx(run: Path, out: Name, *, data: Name | None, int8: bool) -> tuple
 
     data: prepared text; the README then has the loss on its validation split, of the graph and of
     the float32 weights. Raises UsageError if `out` exists, and as `make_graph` and `load_model`."""
-    require(not exists(out, ResourceError), "the output exists already", str(out), "choose another or delete it")
+    check_new_folder(out)
     model, tokenizer, facts = load_model(run)
     stream, words = None if data is None else split_of_tokenizer(data, "validation", tokenizer, facts), ""
     graph = make_graph(model, int8)

@@ -65,5 +65,7 @@ def test_as_a_person_calls_it(tmp_path: Path, call: Call) -> None:
     (row,) = rows_in(rows)
     assert code == 0 and "packed" in out and HOLDS in out and row["settings"] == {"n_layers": 1}, err
     for wrong, words in ((["flsh"], "did you mean flash?"), (["flash", "--law", "packd"], "did you mean packed?"),
-                         (["llama", "--set", "layers=1"], "not a field of its configuration: layers")):
-        assert_refused(*call("laws", *wrong, app=app)[::2], 2, words)
+                         (["llama", "--set", "layers=1"], "not a field of its configuration: layers"),
+                         (["llama", "--set", "hidden_size='x'"], "wrong settings: llama; "),
+                         (["flash", "--json", rows / "x"], "cannot write")):
+        assert_refused(*call("laws", *wrong, app=app)[::2], 6 if "write" in words else 2, words)

@@ -281,7 +281,7 @@ def test_named_calls_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_refused(*call("run", "shrt", app=app)[::2], 2, "unknown name of cells: shrt; did you mean short?")
 
 
-def test_a_measurement_is_printed_and_kept(here, tmp_path: Path, call: Call) -> None:
+def test_a_measurement_is_printed_and_kept(here, tmp_path: Path, call: Call, monkeypatch) -> None:
     sizes = ("n_layers=1", "d_model=16", "query_key_dim=8", "n_heads=2", "chunk_size=8")
     code, out, err = call("step", "flash", "transformer++", "--contexts", 16, "--tokens", 32, "--repeats", 2,
                           *(f"--set={size}" for size in sizes), "--json", tmp_path / "rows.jsonl", app=app)
@@ -290,3 +290,5 @@ def test_a_measurement_is_printed_and_kept(here, tmp_path: Path, call: Call) -> 
     assert_refused(*call("step", "flash", "--contexts", "16,many", app=app)[::2], 2, "16,many")
     for wrong, words in (("--repeats", "repeats = 0"), ("--precision", "precision: 0"), ("--threads", "threads = 0")):
         assert_refused(*call("step", "flash", wrong, "0", app=app)[::2], 2, words)
+    monkeypatch.setattr(verbs.step, "benchmark_step", pytest.fail)  # what cannot be kept is not measured
+    assert_refused(*call("step", "flash", "--json", tmp_path / "rows.jsonl/x", app=app)[::2], 6, "cannot write")

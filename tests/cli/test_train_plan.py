@@ -71,6 +71,7 @@ def test_what_is_set_stands_and_the_rest_fits_it() -> None:
     assert made(context=768) == (768, 1536, 3072, 500, 25)
     assert made(context=8192) == (8192, 8192, 8192, 500, 25)
     assert made(tokens_per_step=1024, steps=3) == (512, 1024, 1024, 3, 1)
+    assert made(steps=1) == (512, 2048, 4096, 1, 0)
     assert made(tokens_per_step=5120) == (512, 1024, 5120, 500, 25)
     assert made(micro_batch_tokens=8192) == (512, 8192, 8192, 500, 25)
     assert made(steps=200, warmup_steps=0, micro_batch_tokens=512) == (512, 512, 4096, 200, 0)

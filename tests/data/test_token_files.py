@@ -105,3 +105,6 @@ def test_rows_for_other_trainers(tmp_path):
     ours = batch_rows(rows.stream, seed=1, step=2, rows_per_step=len(rows), context=16)  # a step is an epoch
     theirs = Rows(tmp_path / "out", "train", 16, seed=1, epoch=2, shifted=False)
     assert [[row["input_ids"][0].item(), *row["labels"].tolist()] for row in theirs] == ours.tolist()
+    for context, error in ((0, UsageError), (10**6, DataError)):
+        with pytest.raises(error, match=f"context = {context:,}"):
+            Rows(tmp_path / "out", "train", context)

@@ -119,6 +119,13 @@ def test_exported_with_any_length(name, causal):
             assert torch.equal(program.module()(ids_BT), model(ids_BT))
 
 
+@pytest.mark.rest
+def test_a_combiner_is_exported_with_one_length() -> None:
+    model, ids_BT = random_model(CONFIGS["combiner"]), random_ids(2, 37)
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(model, (ids_BT,)).module()(ids_BT), model(ids_BT))
+
+
 @pytest.mark.parametrize("made", [
     partial(GatedAttentionUnit, chunk_size=8, query_key_dim=8), *rest(partial(MultiHeadAttention, n_heads=2))])
 def test_a_layer_alone_is_one_graph(made):

@@ -141,6 +141,9 @@ def test_no_folder_of_weights_makes_us_import(here: Path, call: Call, monkeypatc
     ("Layer = 3", "not a layer: bad:Layer"), ("class Layer: pass", "not a layer: bad:Layer"),
     ("class Layer(ResidualLayer):\n def __init__(self, config): 1 / 0", "bad.py:3: ZeroDivisionError"),
     ("class Layer(ResidualLayer):\n def branch(self, x, info, cache=None): 1 / 0", "bad.py:3: ZeroDivisionError"),
+    ("import dataclasses, lineartime\nclass Layer(lineartime.GatedAttentionUnit):\n"
+     " def __init__(self, config): super().__init__(dataclasses.replace(config, rope_base=9.0))",
+     "a layer's heads and RoPE are the model's: "),
     ("class Layer(ResidualLayer): pass", "this layer has no branch: Layer")])
 def test_a_wrong_module_is_one_line(text: str, words: str, here: Path, call: Call, monkeypatch) -> None:
     (here / "bad.py").write_text(f"from lineartime import ResidualLayer\n{text}")

@@ -56,10 +56,11 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
                                                        "segment_ids_BT": documents(2, 645)}
     tables = mixed_chunk.make_document_tables(how["segment_ids_BT"], 2, 645, 128, causal, "mean", torch.device("cpu"))
     heads, uvz = random(4, 2, 645, S, seed=7), inputs["uvz"]
+    given = mixed_chunk.FlashInputs(uvz, *[None] * 4, heads, torch.zeros(255), None, *tables, 128, causal, False, True)
     made = []
     for many in (32, 0):
         monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", many)
-        made.append([mixed_chunk.make_states(uvz, uvz[..., 64:128], heads, tables, 128, backward)[1]
+        made.append([mixed_chunk.make_states(given, uvz[..., 64:128], heads, None, None, backward=backward)[1]
                      for backward in (False, True)])
     for one, two in zip(*made, strict=True):
         assert one.abs().sum() > 0 and (one - two).norm() <= 1e-6 * one.norm()

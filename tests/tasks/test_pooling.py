@@ -43,6 +43,8 @@ def test_embed_cuts_counts_and_refuses():
     for name, wrong in (("batch_rows", 0), ("max_tokens", 1.5), ("precision", "int8")):
         with pytest.raises(UsageError, match=name):
             lineartime.embed(model, byte_tokenizer(), ["a"], **{name: wrong})
+    with pytest.raises(UsageError, match="the letters of one text"):
+        lineartime.embed(model, byte_tokenizer(), "abc")
 
 
 def test_means_count_tokens_of_each_document_only():

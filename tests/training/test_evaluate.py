@@ -96,6 +96,8 @@ def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
         nll -= log_p[torch.arange(len(ids) - 1), ids[1:]].sum().item()
     with pytest.raises(UsageError, match="the data have more tokens than the model"):
         evaluate(LanguageModel(replace(model.config, vocab_size=9, end_of_document=None)), stream)
+    with pytest.raises(UsageError, match="max_tokens = 0; it takes whole numbers from 1"):
+        evaluate(model, stream, max_tokens=0)
     for batch_rows in (1, 3, 10**400):
         assert evaluate(model, stream, context=32, batch_rows=batch_rows).nll == pytest.approx(nll, rel=1e-12)
 

@@ -358,7 +358,7 @@ def test_what_a_run_left_without_its_description_is_not_taken_over(left, data, t
     assert [path.name for path in out.iterdir()] == [left]
 
 
-@pytest.mark.parametrize("name", ["run.json", "sample.txt", "loss.png"])
+@pytest.mark.parametrize("name", ["run.json", "sample.txt", "loss.png", "manifest.json"])
 def test_a_file_of_somebody_else_is_not_overwritten(name, data, tmp_path):
     (tmp_path / name).write_text('{"my": "own"}')
     with pytest.raises(LineartimeError, match=name):

@@ -220,7 +220,6 @@ def test_refusals(data: Path, run: Path, exported: Path, tmp_path: Path, call: C
     """One line and an exit code, before the scores, which take long; nothing is left behind."""
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     (tmp_path / "nul.md").write_bytes(b"# A\0")
-    assert_refused(*call("export", run, "--out", tmp_path / "latin1.md" / "out")[::2], 6, "cannot write")
     monkeypatch.setattr("lineartime.use.export.evaluate_data", pytest.fail)
     (tmp_path / "text").mkdir()
     other, out = prepare_text(tmp_path / "text", first=40_000), tmp_path / "new" / "out"
@@ -237,6 +236,7 @@ def test_refusals(data: Path, run: Path, exported: Path, tmp_path: Path, call: C
     for code, words, arguments in [
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
+        (6, ["cannot write"], [run, "--out", tmp_path / "latin1.md" / "out"]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
         (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),

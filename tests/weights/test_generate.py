@@ -206,6 +206,7 @@ def test_what_it_refuses():
             (BOTH_GRIDS["combiner"], None, "not one graph"),
             (UNPACKED["flash learned weights"], None, "does not decode"),
             (BIDIRECTIONAL["flash cls"], None, "only a causal model decodes"),
+            (BOTH_GRIDS["flash-quad"], 0, "window = 0"),
             (BOTH_GRIDS["flash-quad"], CONTEXT + 1, "longer than the position table"),
             (replace(FLASH, document_mask="paper", end_of_document=0), None, "keeps documents apart")):
         with pytest.raises(UsageError, match=words):

@@ -14,7 +14,7 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import rope, rotary, to_chunks, turn
+from lineartime.ops.reference import from_chunks, rope, rotary, to_chunks, turn
 
 
 def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
@@ -36,12 +36,12 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
     | result | softmax([a, s]) [v, vs] |
 
     A last row of fewer than C tokens has summaries only for the places of its tokens."""
-    n_tokens, width, missing = q_BTHK.shape[1], q_BTHK.shape[-1], -q_BTHK.shape[1] % chunk_size
+    n_tokens, width = q_BTHK.shape[1], q_BTHK.shape[-1]
     # Fill up the last row of C tokens and cut the document into rows.
-    q, k, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, chunk_size)) for x in (q_BTHK, k_BTHK, v_BTHK))
+    q, k, v = (to_chunks(x, chunk_size) for x in (q_BTHK, k_BTHK, v_BTHK))
     q = q / width**0.5
     # Scores within a row. Summaries are made of them before the causal mask.
-    there_GC = (torch.arange(n_tokens + missing, device=q.device) < n_tokens).view(-1, chunk_size)
+    there_GC = (torch.arange(q.shape[1] * chunk_size, device=q.device) < n_tokens).view(-1, chunk_size)
     a_BGHCJ = at_least_float32(torch.einsum("bgihk,bgjhk->bghij", q, k))
     lowest = torch.finfo(a_BGHCJ.dtype).min
     a_BGHCJ = a_BGHCJ.masked_fill(~there_GC[:, None, None, :], lowest)
@@ -64,7 +64,7 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
     w_BGHCW = torch.cat([a_BGHCJ, s_BGHCF], dim=-1).softmax(-1).to(v.dtype)
     direct, summed = w_BGHCW.split([chunk_size, s_BGHCF.shape[-1]], dim=-1)
     out = torch.einsum("bghij,bgjhk->bgihk", direct, v) + torch.einsum("bghif,bfihk->bgihk", summed, vs_BFCHK)
-    return out.flatten(1, 2)[:, :n_tokens], (ks_BGCHK, vs_BGCHK)
+    return from_chunks(out, n_tokens), (ks_BGCHK, vs_BGCHK)
 
 
 @dataclasses.dataclass

@@ -3,7 +3,6 @@
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
@@ -11,7 +10,7 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import Exchange, product
+from lineartime.ops.reference import Exchange, from_chunks, product, to_chunks
 
 KERNEL_EPSILON = 1e-3  # added to every feature of queries and keys; it keeps the denominator above zero
 PREFIX_BLOCK = 128  # tokens per block of the prefix sums "matmul" and "blocks"
@@ -60,9 +59,7 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
         state_BTHMK = product("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
         return product("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]
     # In blocks: the state behind each block, and before it, by a cumulative sum over blocks.
-    missing = -n_tokens % PREFIX_BLOCK
-    fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, PREFIX_BLOCK))
-                 for x in (fq_BTHM, fk_BTHM, v_BTHK))
+    fq, fk, v = (to_chunks(x, PREFIX_BLOCK) for x in (fq_BTHM, fk_BTHM, v_BTHK))
     ones_CC = torch.ones(PREFIX_BLOCK, PREFIX_BLOCK, dtype=v.dtype, device=v.device).tril()
     sum_BGHMK = at_least_float32(product("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
     before_BGHMK = torch.cat([initial[:, None], sum_BGHMK[:, :-1]], dim=1)
@@ -73,7 +70,7 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     else:  # masked scores in the block, and the state before it
         a_BGHCJ = product("bgchm,bgjhm->bghcj", fq, fk) * ones_CC
         y = product("bghcj,bgjhk->bgchk", a_BGHCJ, v) + product("bgchm,bghmk->bgchk", fq, before_BGHMK)
-    return y.flatten(1, 2)[:, :n_tokens], sum_BGHMK[:, -1]
+    return from_chunks(y, n_tokens), sum_BGHMK[:, -1]
 
 
 @dataclasses.dataclass

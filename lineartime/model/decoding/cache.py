@@ -17,6 +17,7 @@ class Cache:
     """The decoding cache of one attention layer for a batch of rows."""
 
     growing: ClassVar[tuple[str, ...]] = ()  # tensors whose second axis grows with T
+    closing: ClassVar[tuple[str, ...]] = ()  # tensors that change when a chunk is full, where there are such
     constant: ClassVar[tuple[str, ...]] = ()  # tensors that say nothing of the rows, such as biases
     n_heads: int = 1  # adjacent entries of the batch that make up a row
     z_BKS: Tensor | None = None  # the last K tokens' z, or keys, of `KeyConv`; position p at place p modulo K
@@ -63,13 +64,9 @@ class Cache:
                 made_BL[:, : x_BL.shape[1]] = x_BL
                 setattr(self, name, made_BL)
 
-    def closing(self) -> list[str]:
-        """Names of the tensors that change when a chunk is full."""
-        return []
-
     def closed(self, inputs: DecodeInputs, config: ModelConfig) -> dict[str, Tensor]:
-        """These tensors after each row's only new token, which the open chunk holds already. No
-        shape depends on which rows' chunks are full, as a graph needs it."""
+        """Those of `closing` after each row's only new token, which the open chunk holds already.
+        No shape depends on which rows' chunks are full, as a graph needs it."""
         return {}
 
 
@@ -84,6 +81,7 @@ class LastTokens(Cache):
 class ChunkState(Cache):
     """The open chunk, and a sum over closed chunks."""
 
+    closing: ClassVar[tuple[str, ...]] = ("kv_BSE", "written_B", "k_before_BCS", "v_before_BCE")
     constant: ClassVar[tuple[str, ...]] = ("bias_M",)
     k_quad_BCS: Tensor
     k_lin_BCS: Tensor
@@ -147,13 +145,9 @@ class ChunkState(Cache):
             self.written_B = count_BP[now_open]
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
-    def closing(self) -> list[str]:
-        names = ("kv_BSE", "written_B", "k_before_BCS", "v_before_BCE")
-        return [name for name in names if getattr(self, name) is not None]
-
     def closed(self, inputs: DecodeInputs, config: ModelConfig) -> dict[str, Tensor]:
         at = inputs.for_heads(self.n_heads).token_position(config, self.kv_BSE.dtype)
-        before = {name: getattr(self, name).clone() for name in self.closing()}
+        before = {name: getattr(self, name).clone() for name in self.closing if getattr(self, name) is not None}
         at.full = slice(None)  # close all rows; only the full ones are taken
         self.close(at)
         is_full_B = at.offset_B == self.chunk_size - 1

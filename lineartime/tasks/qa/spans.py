@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.base.settings import PRECISIONS, require, require_counts, require_name
 from lineartime.config import check_bounds
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import SpanModel
@@ -285,7 +285,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
     "questions_without_document" and, if any question has an accepted answer, what `score_answers`
     gives. Raises UsageError for wrong values, DataError for documents that cannot be read."""
     require_name("precision", precision, PRECISIONS)
-    require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
+    require_counts(batch_rows=batch_rows)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.base.settings import require
+from lineartime.base.settings import require, require_counts
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
@@ -41,6 +41,7 @@ class DecodeStep(nn.Module):
         self.grows = any(cache.growing for cache in state.caches)
         require(self.grows == (window is not None), f"a window is {'missing' if self.grows else 'not needed'}",
                 f"window = {window}", "give the most tokens of a row" if self.grows else "the state is constant")
+        require_counts(window=window)
         model.check_length(window or 0)
         self.model, self.window = model, window or 1
         state.reserve(self.window)
@@ -91,7 +92,8 @@ class DecodeStep(nn.Module):
         x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
         now.seq_lens_B = now.seq_lens_B + 1
         put(self.tensors_of(now), state)  # most are there
-        closing = [f"{n}.{name}" for n, cache in enumerate(self.caches) for name in cache.closing()]
+        closing = [f"{n}.{name}" for n, names in enumerate(self.names)
+                   for name in self.caches[n].closing if name in names]
         if closing:
             is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
             if torch.compiler.is_exporting():  # takes no branch that writes
