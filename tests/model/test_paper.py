@@ -16,7 +16,7 @@ from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.ops.ablations import paper_chunk_weights, paper_linear_attention
-from lineartime.ops.reference import rope, rotary, toeplitz, turn
+from lineartime.ops.reference import mixed_chunk_attention, rope, rotary, toeplitz, turn
 
 Weights = dict[str, Tensor]
 FOLDER = Path(__file__).parents[1] / "conformance"
@@ -163,6 +163,19 @@ def test_flash_layer(name: str) -> None:
         layer = gated_attention_unit(case.var, x.shape[2], case.settings["causal"], norm_type, chunks=True,
                                      document_mask=mask)
         case.check(call(layer, case.leaves, x.flatten(1, 2), ids).view_as(x))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_mixed_chunk_attention(causal: bool) -> None:
+    """Code 1, which divides by no length and no count, with `rel_pos_bias` of Code 4."""
+    random = torch.Generator().manual_seed(0)
+    *heads, v, w = (torch.randn(*shape, dtype=torch.float64, generator=random)
+                    for shape in (*[(2, 3, 4, 6)] * 4, (2, 3, 4, 5), (7,)))
+    a = (torch.einsum("bgns,bgms->bgnm", *heads[:2]) + toeplitz(w, 4)).relu() ** 2
+    kv = torch.einsum("bgcs,bgce->bgse", heads[3], v)
+    a, kv = (a.tril(), kv.cumsum(1) - kv) if causal else (a, kv.sum(1, keepdim=True).expand(-1, 3, -1, -1))
+    expected = torch.einsum("bgnm,bgme->bgne", a, v) + torch.einsum("bgcs,bgse->bgce", heads[2], kv)
+    assert error(mixed_chunk_attention(*heads, v, w, scale_len=1, causal=causal, pooling="sum"), expected) < 1e-14
 
 
 ABLATIONS_IN_MILLIONS = [
