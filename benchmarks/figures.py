@@ -260,17 +260,33 @@ def size_panels(results: Results) -> list[Panel]:
             for column in results.columns]
 
 
+def by_model(results: Results) -> pd.DataFrame:
+    """The losses of cells with the model, a row's words before the comma: those of several seeds
+    first, then from the best to the worst."""
+    each = spread(results.trained.loss)
+    models = each.index.get_level_values("row").str.split(",").str[0]
+    return each.assign(row=models, is_one_seed=each["min"].isna()).sort_values(["is_one_seed", "mean"])
+
+
 def lasting_panels(results: Results) -> list[Panel]:
-    """A line for each model (a row's words before the comma): its best row of each length, one of
-    several seeds if there is one, by tokens and by time, with the model's median time of a step."""
-    each = spread(results.trained.loss).assign(
-        row=lambda x: x.index.get_level_values("row").str.split(",").str[0], is_one_seed=lambda x: x["min"].isna(),
-        tokens=results.trained.tokens.groupby(CELL).first() / 1e6, **costs(results)[["steps", "seconds"]])
+    """A line for each model: its best row of each length, one of several seeds if there is one, by
+    tokens and by time, with the model's median time of a step."""
+    each = by_model(results).assign(tokens=results.trained.tokens.groupby(CELL).first() / 1e6,
+                                    **costs(results)[["steps", "seconds"]])
     each["minutes"] = each.steps * each.seconds.groupby(each.row).transform("median") / 60
-    best = each.sort_values(["is_one_seed", "mean"]).drop_duplicates(["row", "tokens"])
+    best = each.drop_duplicates(["row", "tokens"])
     places = {"tokens": "million tokens", "minutes": "minutes of one processor core"}
     return [Panel("", words, "nats per token", lines(best.row, drawn.set_index(["row", place])[["mean", "min", "max"]]),
                   x_scale="log") for place, words in places.items() if len(drawn := best.dropna(subset=place))]
+
+
+def minutes_panels(results: Results) -> list[Panel]:
+    """A line for each model: its best row at each context, one of several seeds if there is one."""
+    contexts = {name: column.context for name, column in results.table.columns.items()}
+    best = by_model(results).reset_index("column").drop_duplicates(["row", "column"]).set_index(["row", "column"])
+    return [Panel("", "tokens of context", "nats per token",
+                  lines(best.index.unique("row"), by_context(best[["mean", "min", "max"]], contexts)),
+                  contexts=tuple((context, tokens(context)) for context in contexts.values()))]
 
 
 def speedup_panels(results: Results) -> list[Panel]:
@@ -311,6 +327,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
     "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
     "gpu_latency": ("latency", "Time of a training step", latency_panels),
     "lasting": ("loss", "Loss at the end of runs, by their length", lasting_panels),
+    "minutes": ("loss", "Loss after ten minutes, by context", minutes_panels),
     "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
 """By table: the end of its file's name, what it shows, and its panels."""
 
