@@ -21,7 +21,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"  # name of the moments: one process has `optimizer.safetensors`, several have a file each
 QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
-STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")  # the name of a checkpoint's folder
+STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")  # see `step_name`
 MODELS = Path(__file__).parent / "models"
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,11 @@ def saved_run(out: Path) -> dict[str, Any]:
         with suppress(CheckpointError, UsageError):
             return read_run(out)
     return {}
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's folder, which `STEP` matches."""
+    return f"step-{step:08d}"
 
 
 def saved_steps(out: Path) -> list[int]:
@@ -185,7 +190,7 @@ def weights_folder(name: str) -> Path:
     folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
     if (folder / CONFIG_FILE).is_file():
         return folder
-    saved = [folder / f"step-{step:08d}" for step in saved_steps(folder)]
+    saved = [folder / step_name(step) for step in saved_steps(folder)]
     for each in saved:
         with suppress(CheckpointError, LookupError, AttributeError):
             files = read_json(each / "MANIFEST.json")["files"]

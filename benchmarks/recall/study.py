@@ -82,7 +82,9 @@ def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
     return train
 
 
-CHOSEN = {"learning_rate", "seed", "compile", "micro_batch_tokens"}  # by the study itself
+CHOSEN = {"learning_rate", "seed", "compile", "micro_batch_tokens", "activation_checkpointing", "shard",
+          "context_parallel", "eval_every", "eval_tokens", "save_every", "keep"}
+"""Fields that the study chooses, or has no use for."""
 
 
 def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lineartime.base.errors import NumericsError, ResourceError
 from lineartime.base.ranks import Ranks, connected, gather, gather_json, in_rows, launched, require_same, wait_for_all
 from lineartime.config import to_dict
-from lineartime.folders import RESULT_FILE, read_result, saved_steps, write_result
+from lineartime.folders import RESULT_FILE, read_result, saved_steps, step_name, write_result
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient, divide
 from lineartime.training.objectives import Objective
@@ -211,7 +211,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         result = {"run": run.id, **score(run, model, ranks)}
         if ranks.is_first:
             last = max(saved_steps(out))
-            checkpoint.point(out / "latest", f"step-{last:08d}")  # if the disk failed at the link of the last save
+            checkpoint.point(out / "latest", step_name(last))  # if the disk failed at the link of the last save
             write_result(out, result)
         wait_for_all(ranks)
     if config.train.shard:

@@ -29,7 +29,7 @@ from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.settings import require
 from lineartime.base.stores import is_as_written
 from lineartime.base.tensor_bytes import bytes_of
-from lineartime.folders import STEP, saved_steps
+from lineartime.folders import STEP, saved_steps, step_name
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -66,7 +66,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     files: texts by file name. Each of several ranks writes its own files into one folder, which
     rank 0 makes and renames. Raises ResourceError if the disk fails; CheckpointError if another
     run's checkpoint has this step; ValueError for a dtype that cannot be stored."""
-    target = run_dir / f"step-{step:08d}"
+    target = run_dir / step_name(step)
     contents: dict[str, Content] = {name: text.encode() for name, text in files.items()}
     contents |= {stem + TENSORS: named for stem, named in tensors.items()}
     try:
@@ -155,7 +155,7 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
     damaged: dict[int, str] = {}
     # Until every rank finds its share of the files whole.
     for step in saved_steps(run_dir):
-        path = run_dir / f"step-{step:08d}"
+        path = run_dir / step_name(step)
         run, reason = "", None
         try:
             run = check(path, ranks).run
@@ -328,7 +328,7 @@ def _retain(run_dir: Path, saved: int, keep: int) -> None:
     valid = 1
     # A damaged one does not count, but stays until it is old: it may be all that somebody has.
     for step in saved_steps(run_dir):
-        path = run_dir / f"step-{step:08d}"
+        path = run_dir / step_name(step)
         if step < saved and valid < keep:
             valid += _run_of(path) is not None
         elif step < saved:

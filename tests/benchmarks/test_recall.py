@@ -206,5 +206,6 @@ def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
              "folders, or small"),
             (out, ["--task", "text", "--data", data, "--set", "steps=5"], "not a setting of recall by a trained model: "
              "steps"),
+            ("flash", ["--set", "eval_every=3"], "not a setting of recall: eval_every"),
             (out, [], "a trained model is asked in text alone")):
         assert_refused(*call("recall", model, *more, "--json", rows, app=app)[::2], 2, words)
