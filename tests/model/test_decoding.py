@@ -248,6 +248,19 @@ def test_a_layer_alone_refuses_the_token_behind_its_table() -> None:
             layer(x_BTD[:, t : t + 1], cache=cache)
 
 
+@torch.no_grad()
+def test_layers_of_other_numbers_of_heads() -> None:
+    """Attention with 2 and a GAU with 4, in rows of 7 and 4 tokens, then two at a time."""
+    model = random_model(replace(FLASH, d_model=128, n_heads=4, query_key_dim=16, layers=("attention", "gau")))
+    ids_BT, seen_B = random_ids(2, 12), torch.tensor([7, 4])
+    x_BTD, state = model.hidden(ids_BT), model.extend(ids_BT[:, :7], seen_B)[1]
+    for _ in range(2):
+        at_BN = seen_B[:, None] + torch.arange(2)
+        x_BND = extend(model, ids_BT.gather(1, at_BN), state)
+        assert difference(x_BND, x_BTD.gather(1, at_BN[..., None].expand_as(x_BND))) <= 1e-12
+        seen_B = seen_B + 2
+
+
 def test_layers_share_the_tables_of_a_step() -> None:
     """By PyTorch a token of the model that ships takes at most 900 ops, views included."""
     ops, model = [], load_model("small")[0]
