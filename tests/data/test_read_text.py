@@ -152,6 +152,8 @@ FAULTS = {
     "no column": ("a.parquet", parquet_of(id=[1], body=["x"]),
                   "no column 'text': {}; it has 'id', 'body'; name one with --text-field"),
     "null in a column": ("a.parquet", parquet_of(text=["x"] * 20 + [None]), "field 'text' is not a string: {}, row 21"),
+    "a day beyond Python's years": ("a.parquet", parquet_of(text=pyarrow.array([2**30], pyarrow.date32())),
+                                    "cannot read as parquet: {}"),
     "invalid UTF-8 in a column": ("a.parquet", parquet_of(text=["x", "QQQQ"]).replace(b"QQQQ", b"\xff" * 4),
                                   "not valid UTF-8: {}, row 2"),
 }
