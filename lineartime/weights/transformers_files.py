@@ -5,16 +5,11 @@ from typing import Any
 
 from lineartime.data import tokenizer as tokens
 from lineartime.data.tokenizer import END_OF_DOCUMENT, PAD, TOKENIZER_FILE, Tokenizer
+from lineartime.folders import MODELS
 
 MODULE = "modeling_lineartime"
 CODE_FILE = f"{MODULE}.py"
-CODE = '''"""The classes are in the package `lineartime`."""
-
-try:  # or transformers would say to install it from an index, where it is not
-    from lineartime.hf import *  # noqa: F403
-except ImportError as e:
-    raise ImportError(f"{e}: install lineartime from its repository or a wheel, see its README") from e
-'''
+CODE = (MODELS / "small" / CODE_FILE).read_text(encoding="utf-8")
 CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
            "AutoModelForCausalLM": "LineartimeForCausalLM", "AutoModelForMaskedLM": "LineartimeForMaskedLM",
            "AutoModelForQuestionAnswering": "LineartimeForQuestionAnswering",
