@@ -69,7 +69,6 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     """What a size sets for a preset beside the settings `given`; "paper" sets nothing. A pair of
     attention and FFN is two GAUs and has the values of `PAIRS`."""
     require_name("size", size, SIZES)
-    require_name("model", model, PRESETS)
     preset, own = PRESETS[model], dict(SIZES[size])
     if not own:
         return own
