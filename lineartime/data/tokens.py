@@ -76,8 +76,7 @@ class Manifest:
         return json_sha256({"version": FORMAT_VERSION} | asdict(self))
 
     def to_json(self) -> str:
-        fields = {"version": FORMAT_VERSION} | asdict(self)
-        return json.dumps(fields | {"manifest_sha256": self.sha256}, indent=1) + "\n"
+        return json.dumps({"version": FORMAT_VERSION, **asdict(self), "manifest_sha256": self.sha256}, indent=1) + "\n"
 
 
 def read_manifest(folder: Name) -> Manifest:
