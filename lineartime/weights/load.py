@@ -114,9 +114,8 @@ def has_optimizer(folder: Path) -> bool:
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     """Compare files with a folder's manifest, if it has one; returns its step. Raises UsageError
     for weights in parts, CheckpointError for a difference and a checkpoint without it."""
-    if (folder / f"{WEIGHTS}{checkpoint.INDEX}").exists():
-        raise UsageError("the weights of a sharded run are in parts", folder,
-                         "`lineartime export` writes them as one file, and load_model reads them")
+    require(not (folder / f"{WEIGHTS}{checkpoint.INDEX}").exists(), "the weights of a sharded run are in parts", folder,
+            "`lineartime export` writes them as one file, and load_model reads them")
     if (folder / checkpoint.MANIFEST).exists():
         return checkpoint.check_files(folder, names).get("step")
     if has_optimizer(folder):

@@ -70,8 +70,7 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
         ids, n_bytes = [], n_bytes + len(text[:end].encode())
         if progress is not None:
             progress(n_bytes, int(state.seq_lens_B))
-    if not state.text:
-        raise DataError("no text", "read", "give some")
+    require(state.text != "", "no text", "read", "give some", DataError)
     return state
 
 
@@ -174,9 +173,8 @@ def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | No
     no_rows = any(isinstance(row, int | bytes) or getattr(row, "ndim", 1) != 1 for row in ids)
     if isinstance(prompts, str) or (texts and ids) or no_rows:
         raise UsageError("prompts are a list of texts, or a list of lists of token ids", "generate", 'such as ["Hi"]')
-    if texts and tokenizer is None:
-        raise UsageError("texts need the model's tokenizer", "generate",
-                         "model, tokenizer, _ = load_model(...), then generate(model, texts, tokenizer=tokenizer, ...)")
+    require(not texts or tokenizer is not None, "texts need the model's tokenizer", "generate",
+            "model, tokenizer, _ = load_model(...), then generate(model, texts, tokenizer=tokenizer, ...)")
     if state is not None and state.text:
         is_its_own = tokenizer is not None and state.tokenizer_sha256 == tokenizer.sha256
         require(is_its_own and not ids, "the state of a text goes on with texts and its own tokenizer", "generate",
