@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.errors import DataError, LineartimeError, ResourceError, UsageError
+from lineartime.base.errors import DataError, LineartimeError, ResourceError, UsageError, reason_of
 from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 
@@ -56,7 +56,7 @@ def reading(name: Name, kind: type[LineartimeError] = DataError) -> Iterator[Non
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         if packing_of(name) and getattr(e, "errno", None) is None:
             raise kind(f"damaged {packing_of(name)} file", name, str(e)) from None
-        raise kind(what, name, getattr(e, "strerror", None) or str(e) or type(e).__name__) from None
+        raise kind(what, name, reason_of(e)) from None
     except Exception as e:
         if not is_address(name):
             raise
