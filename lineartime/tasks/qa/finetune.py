@@ -71,8 +71,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     runs = runs_of(plan, task.config, len(task.train))
     settings = {**task.facts, "model": to_dict(task.config),
                 "train": {name: to_dict(run.train) for name, run in runs.items()}}
-    # One process at a time has the folder. A complete one is only compared; else its runs begin, or
-    # go on, in order.
+    # One process at a time has the folder. A complete one is only compared; else its runs go on.
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = folders.read_fine_tuning(out) if ranks.is_first and (out / folders.RESULT_FILE).exists() else None
